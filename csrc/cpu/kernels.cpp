@@ -1,0 +1,313 @@
+// Kernels of one chunk. Compiled once for each instruction set (see isa.h).
+//
+// Bytes moved, fp32: sum_squares 4 an element, accumulate 12 (8 when it stores), scale 8, adam 28,
+// sgd 12 or 20. Bits: no contraction to fused multiply-add and a fixed number of partial sums, so
+// that every instruction set gives the same result.
+#include "kernels.h"
+
+#include "half.h"
+#include "isa.h"
+#include "step_math.h"
+
+namespace stepclock {
+namespace STEPCLOCK_ISA {
+namespace {
+
+// Partial sums of a chunk. 16 doubles fill two to eight registers and hide the adder's latency.
+constexpr int64_t kNumLanes = 16;
+// Elements that are looked at twice stay in the first-level cache: 4 KiB of floats.
+constexpr int64_t kBlockElements = 1024;
+// Doubles in one register of this instruction set.
+#if defined(__AVX512F__)
+constexpr int64_t kWidth = 8;
+#elif defined(__AVX2__)
+constexpr int64_t kWidth = 4;
+#else
+constexpr int64_t kWidth = 2;
+#endif
+
+typedef float FloatVector __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
+typedef double DoubleVector __attribute__((vector_size(kWidth * 8), aligned(8), may_alias));
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+inline float load(const float* x, int64_t i) { return x[i]; }
+inline double load(const double* x, int64_t i) { return x[i]; }
+inline float load(const BFloat16* x, int64_t i) { return to_float(x[i]); }
+inline float load(const Float16* x, int64_t i) { return to_float(x[i]); }
+inline void store(float* x, int64_t i, float value) { x[i] = value; }
+inline void store(double* x, int64_t i, double value) { x[i] = value; }
+inline void store(BFloat16* x, int64_t i, float value) { x[i] = to_bfloat16(value); }
+inline void store(Float16* x, int64_t i, float value) { x[i] = to_float16(value); }
+
+// The type that arithmetic on T runs in.
+template <typename T>
+struct ComputeOf {
+  using Type = float;
+};
+template <>
+struct ComputeOf<double> {
+  using Type = double;
+};
+
+inline DoubleVector load_lanes(const float* x) {
+  return __builtin_convertvector(*reinterpret_cast<const FloatVector*>(x), DoubleVector);
+}
+inline DoubleVector load_lanes(const double* x) {
+  return *reinterpret_cast<const DoubleVector*>(x);
+}
+
+// The partial sums of squares of a chunk: element i goes to lane i % kNumLanes.
+struct Lanes {
+  static constexpr int64_t kNumRegisters = kNumLanes / kWidth;
+  DoubleVector sums[kNumRegisters] = {};
+
+  template <typename T>
+  void add(const T* x, int64_t n) {
+    DoubleVector registers[kNumRegisters];  // a copy, since the tail below indexes sums
+    for (int64_t k = 0; k < kNumRegisters; ++k) registers[k] = sums[k];
+    int64_t i = 0;
+    for (; i + kNumLanes <= n; i += kNumLanes) {
+      for (int64_t k = 0; k < kNumRegisters; ++k) {
+        const DoubleVector value = load_lanes(x + i + k * kWidth);
+        registers[k] += value * value;
+      }
+    }
+    for (int64_t k = 0; k < kNumRegisters; ++k) sums[k] = registers[k];
+    for (int64_t lane = 0; i < n; ++i, ++lane) {
+      const double value = x[i];
+      sums[lane / kWidth][lane % kWidth] += value * value;
+    }
+  }
+
+  double total() const {
+    double sum = 0.0;
+    for (int64_t lane = 0; lane < kNumLanes; ++lane) sum += sums[lane / kWidth][lane % kWidth];
+    return sum;
+  }
+};
+
+// Adds a block of x to the lanes; 16-bit values are widened into the first-level cache first.
+inline void add_block(Lanes& lanes, const float* x, int64_t n) { lanes.add(x, n); }
+inline void add_block(Lanes& lanes, const double* x, int64_t n) { lanes.add(x, n); }
+template <typename T>
+inline void add_block(Lanes& lanes, const T* x, int64_t n) {
+  float wide[kBlockElements];
+  for (int64_t i = 0; i < n; ++i) wide[i] = load(x, i);
+  lanes.add(wide, n);
+}
+
+template <typename T>
+double sum_squares(const T* x, int64_t n) {
+  Lanes lanes;
+  for (int64_t begin = 0; begin < n; begin += kBlockElements) {
+    add_block(lanes, x + begin, smaller(kBlockElements, n - begin));
+  }
+  return lanes.total();
+}
+
+// IEEE magnitudes are ordered like their bit patterns, with NaN above infinity.
+template <typename Bits, typename T>
+Bits max_magnitude_bits(const T* x, int64_t n) {
+  constexpr Bits kMagnitude = static_cast<Bits>(~(Bits{1} << (sizeof(Bits) * 8 - 1)));
+  Bits largest = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const Bits magnitude = static_cast<Bits>(bit_cast<Bits>(x[i]) & kMagnitude);
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return largest;
+}
+
+double max_abs(const float* x, int64_t n) {
+  return bit_cast<float>(max_magnitude_bits<uint32_t>(x, n));
+}
+double max_abs(const double* x, int64_t n) {
+  return bit_cast<double>(max_magnitude_bits<uint64_t>(x, n));
+}
+double max_abs(const BFloat16* x, int64_t n) {
+  return to_float(BFloat16{max_magnitude_bits<uint16_t>(x, n)});
+}
+double max_abs(const Float16* x, int64_t n) {
+  return to_float(Float16{max_magnitude_bits<uint16_t>(x, n)});
+}
+
+template <typename T>
+void add_or_store(T* __restrict accumulator, const T* __restrict grad, int64_t n, bool store_only) {
+  if (store_only) {
+    for (int64_t i = 0; i < n; ++i) accumulator[i] = grad[i];
+  } else {
+    for (int64_t i = 0; i < n; ++i) store(accumulator, i, load(accumulator, i) + load(grad, i));
+  }
+}
+
+template <typename T>
+double accumulate(T* accumulator, const T* grad, int64_t n, bool store_only, bool want_sum) {
+  Lanes lanes;
+  for (int64_t begin = 0; begin < n; begin += kBlockElements) {
+    const int64_t size = smaller(kBlockElements, n - begin);
+    add_or_store(accumulator + begin, grad + begin, size, store_only);
+    if (want_sum) add_block(lanes, accumulator + begin, size);
+  }
+  return lanes.total();
+}
+
+template <typename T>
+void scale(T* x, int64_t n, double coefficient) {
+  const auto factor = static_cast<typename ComputeOf<T>::Type>(coefficient);
+  for (int64_t i = 0; i < n; ++i) store(x, i, load(x, i) * factor);
+}
+
+template <bool kDecoupled, bool kAmsgrad, typename T, typename C>
+void adam_loop(const AdamChunk& chunk, const AdamStep<C>& step) {
+  T* __restrict param = static_cast<T*>(chunk.param);
+  const T* __restrict grad = static_cast<const T*>(chunk.grad);
+  T* __restrict exp_avg = static_cast<T*>(chunk.exp_avg);
+  T* __restrict exp_avg_sq = static_cast<T*>(chunk.exp_avg_sq);
+  T* __restrict max_exp_avg_sq = static_cast<T*>(chunk.max_exp_avg_sq);
+  const AdamStep<C> s = step;
+  for (int64_t i = 0; i < chunk.num_elements; ++i) {
+    C p = load(param, i);
+    C m = load(exp_avg, i);
+    C v = load(exp_avg_sq, i);
+    C largest = kAmsgrad ? load(max_exp_avg_sq, i) : C{0};
+    adam_element<kDecoupled, kAmsgrad>(p, C{load(grad, i)}, m, v, largest, s);
+    store(param, i, p);
+    store(exp_avg, i, m);
+    store(exp_avg_sq, i, v);
+    if (kAmsgrad) store(max_exp_avg_sq, i, largest);
+  }
+}
+
+template <typename T>
+void adam(const AdamChunk& chunk, const AdamScalars& scalars, double coefficient) {
+  using C = typename ComputeOf<T>::Type;
+  // Adam without decay takes the decoupled path with a factor of one, which changes nothing.
+  const bool decoupled = scalars.decoupled || scalars.weight_decay == 0.0;
+  const AdamStep<C> step = {
+      C(coefficient),
+      C(scalars.beta2),
+      C(1.0 - scalars.beta1),
+      C(1.0 - scalars.beta2),
+      C(scalars.eps),
+      C(decoupled ? 1.0 - scalars.lr * scalars.weight_decay : scalars.weight_decay),
+      C(scalars.lr / chunk.bias1),
+      C(1.0 / __builtin_sqrt(chunk.bias2)),
+  };
+  if (scalars.amsgrad) {
+    return decoupled ? adam_loop<true, true, T>(chunk, step)
+                     : adam_loop<false, true, T>(chunk, step);
+  }
+  return decoupled ? adam_loop<true, false, T>(chunk, step)
+                   : adam_loop<false, false, T>(chunk, step);
+}
+
+template <bool kDecay, bool kMomentum, bool kFirst, bool kNesterov, typename T, typename C>
+void sgd_loop(const SgdChunk& chunk, const SgdStep<C>& step) {
+  T* __restrict param = static_cast<T*>(chunk.param);
+  const T* __restrict grad = static_cast<const T*>(chunk.grad);
+  T* __restrict buffer = static_cast<T*>(chunk.buffer);
+  const SgdStep<C> s = step;
+  for (int64_t i = 0; i < chunk.num_elements; ++i) {
+    C p = load(param, i);
+    C b = kMomentum && !kFirst ? load(buffer, i) : C{0};
+    sgd_element<kDecay, kMomentum, kFirst, kNesterov>(p, C{load(grad, i)}, b, s);
+    store(param, i, p);
+    if (kMomentum) store(buffer, i, b);
+  }
+}
+
+template <bool kDecay, typename T, typename C>
+void sgd_variant(const SgdChunk& chunk, const SgdScalars& scalars, const SgdStep<C>& step) {
+  if (chunk.buffer == nullptr) return sgd_loop<kDecay, false, false, false, T>(chunk, step);
+  if (scalars.first) {
+    return scalars.nesterov ? sgd_loop<kDecay, true, true, true, T>(chunk, step)
+                            : sgd_loop<kDecay, true, true, false, T>(chunk, step);
+  }
+  return scalars.nesterov ? sgd_loop<kDecay, true, false, true, T>(chunk, step)
+                          : sgd_loop<kDecay, true, false, false, T>(chunk, step);
+}
+
+template <typename T>
+void sgd(const SgdChunk& chunk, const SgdScalars& scalars, double coefficient) {
+  using C = typename ComputeOf<T>::Type;
+  const SgdStep<C> step = {C(coefficient), C(scalars.lr), C(scalars.momentum),
+                           C(1.0 - scalars.dampening), C(scalars.weight_decay)};
+  return scalars.weight_decay == 0.0 ? sgd_variant<false, T>(chunk, scalars, step)
+                                     : sgd_variant<true, T>(chunk, scalars, step);
+}
+
+// Calls function with a null pointer of the element type that dtype names.
+template <typename Function>
+auto dispatch(DType dtype, Function function) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return function(static_cast<double*>(nullptr));
+    case DType::kBFloat16:
+      return function(static_cast<BFloat16*>(nullptr));
+    case DType::kFloat16:
+      return function(static_cast<Float16*>(nullptr));
+    case DType::kFloat32:
+      break;
+  }
+  return function(static_cast<float*>(nullptr));
+}
+
+double sum_squares_any(DType dtype, const void* x, int64_t n) {
+  return dispatch(dtype, [=](auto* tag) {
+    return sum_squares(static_cast<decltype(tag)>(const_cast<void*>(x)), n);
+  });
+}
+
+double max_abs_any(DType dtype, const void* x, int64_t n) {
+  return dispatch(dtype, [=](auto* tag) {
+    return max_abs(static_cast<decltype(tag)>(const_cast<void*>(x)), n);
+  });
+}
+
+double accumulate_any(DType dtype, void* accumulator, const void* grad, int64_t n, bool store_only,
+                      bool want_sum) {
+  return dispatch(dtype, [=](auto* tag) {
+    using Pointer = decltype(tag);
+    return accumulate(static_cast<Pointer>(accumulator),
+                      static_cast<Pointer>(const_cast<void*>(grad)), n, store_only, want_sum);
+  });
+}
+
+void scale_any(DType dtype, void* x, int64_t n, double coefficient) {
+  dispatch(dtype, [=](auto* tag) { scale(static_cast<decltype(tag)>(x), n, coefficient); });
+}
+
+template <typename T>
+void adam_tagged(T*, const AdamChunk& chunk, const AdamScalars& scalars, double coefficient) {
+  adam<T>(chunk, scalars, coefficient);
+}
+
+void adam_any(DType dtype, const AdamChunk& chunk, const AdamScalars& scalars, double coefficient) {
+  dispatch(dtype, [&](auto* tag) { adam_tagged(tag, chunk, scalars, coefficient); });
+}
+
+template <typename T>
+void sgd_tagged(T*, const SgdChunk& chunk, const SgdScalars& scalars, double coefficient) {
+  sgd<T>(chunk, scalars, coefficient);
+}
+
+void sgd_any(DType dtype, const SgdChunk& chunk, const SgdScalars& scalars, double coefficient) {
+  dispatch(dtype, [&](auto* tag) { sgd_tagged(tag, chunk, scalars, coefficient); });
+}
+
+#define STEPCLOCK_STRING_OF(name) #name
+#define STEPCLOCK_STRING(name) STEPCLOCK_STRING_OF(name)
+constexpr Kernels kKernels = {STEPCLOCK_STRING(STEPCLOCK_ISA),
+                              sum_squares_any,
+                              max_abs_any,
+                              accumulate_any,
+                              scale_any,
+                              adam_any,
+                              sgd_any};
+
+}  // namespace
+
+const Kernels& kernels() { return kKernels; }
+
+}  // namespace STEPCLOCK_ISA
+}  // namespace stepclock

@@ -1,0 +1,69 @@
+// The tensors that a kernel walks together: one row a parameter, one column a role.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels.h"
+
+namespace stepclock {
+
+// The roles a tensor can have in an op. kBuffer is SGD's momentum, kStep a parameter's own counter.
+enum Column : int {
+  kParam,
+  kGrad,
+  kExpAvg,
+  kExpAvgSq,
+  kMaxExpAvgSq,
+  kBuffer,
+  kStep,
+  kAccumulator,
+  kNumColumns
+};
+
+struct Chunk {
+  int64_t row;
+  int64_t begin;  // first element within the row
+  int64_t num_elements;
+  int64_t slot;  // where this chunk's sum is written
+};
+
+class Table {
+ public:
+  // num_elements and first_slots: one entry a row. Rows without elements have no chunk.
+  Table(std::vector<int64_t> num_elements, std::vector<DType> dtypes,
+        const std::vector<int64_t>& first_slots);
+
+  int64_t num_rows() const { return static_cast<int64_t>(num_elements_.size()); }
+  const std::vector<Chunk>& chunks() const { return chunks_; }
+  DType dtype(int64_t row) const { return dtypes_[row]; }
+
+  // Points a column at new addresses, one a row. True if any differs from before.
+  bool set_column(Column column, std::vector<uintptr_t> addresses);
+  bool has_column(Column column) const { return !columns_[column].empty() || num_rows() == 0; }
+
+  // The first element of a chunk, or null where the column is not set.
+  void* at(Column column, const Chunk& chunk) const {
+    if (columns_[column].empty()) return nullptr;
+    return reinterpret_cast<void*>(columns_[column][chunk.row] +
+                                   chunk.begin * element_bytes(chunk.row));
+  }
+  // A row's scalar (the step counter), whatever the row's own dtype.
+  float* scalar(Column column, int64_t row) const {
+    return reinterpret_cast<float*>(columns_[column][row]);
+  }
+
+  // How many threads are worth waking for this table.
+  int useful_threads(int num_threads) const;
+
+ private:
+  int64_t element_bytes(int64_t row) const;
+
+  std::vector<int64_t> num_elements_;
+  std::vector<DType> dtypes_;
+  std::vector<Chunk> chunks_;
+  std::vector<uintptr_t> columns_[kNumColumns];
+  int64_t total_elements_ = 0;
+};
+
+}  // namespace stepclock
