@@ -1,0 +1,21 @@
+"""stepclock_ext: the update step of PyTorch training, on a clock that ticks on updates alone."""
+
+from .backends import backends
+from .backends.contract import BackendStatus
+from .clock import StepClock
+from .errors import NonFiniteGradientError
+from .loss_scale import LossScale
+from .optimizer import ClockedOptimizer
+from .step_info import StepInfo
+
+__all__ = [
+    "BackendStatus",
+    "ClockedOptimizer",
+    "LossScale",
+    "NonFiniteGradientError",
+    "StepClock",
+    "StepInfo",
+    "backends",
+]
+
+__version__ = "0.1.0"

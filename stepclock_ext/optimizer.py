@@ -1,0 +1,454 @@
+"""ClockedOptimizer: the order of events around an update, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from . import arguments, closure_step, ops, wrapper_state
+from .accumulator import WindowGradients
+from .clock import StepClock
+from .facade import OptimizerFacade
+from .loss_scale import LossScale
+from .norm import Measurement
+from .schedulers import AttachedSchedulers
+from .step_info import StepInfo
+from .update_pass import ClipSettings, UpdatePass
+from .window import Window
+
+__all__ = ["ClockedOptimizer"]
+
+
+class ClockedOptimizer(OptimizerFacade):
+    """Wraps an optimizer so that everything that follows training walks by updates.
+
+    Micro steps add gradients; the last one of a window updates::
+
+        backward(loss, weight):  seed S * weight -> autograd -> .grad (the last one of a window also
+                                 writes the chunk sums)
+        step():                  count a micro step; inside a window, return
+                                 norm, finite?, coefficient = clip / (S * total weight)
+                                 finite:  fused update -> clock, schedulers, loss scale, triggers
+                                 else:    skip; parameters, state and schedules stay bit-equal
+
+    Args:
+        optimizer: a torch optimizer, or a sequence of them under one window, norm, scale and clock.
+        gradient_accumulation_steps: micro steps in a window.
+        max_grad_norm: limit of the global norm over all groups; None turns clipping off. The norm
+            is measured and gradients are checked for NaN and infinity in any case.
+        norm_type: 2, infinity, or another positive p.
+        reduction: "mean" divides a window's sum by its total weight; "sum" leaves it (the caller
+            has scaled the loss).
+        loss_scale: None, a float (static) or a `LossScale` (dynamic).
+        schedulers: torch schedulers built on `optimizer` or on this wrapper; one step per update.
+        model: gives parameters their names in messages.
+        nonfinite: "skip" leaves everything as it was, "raise" raises, "propagate" updates anyway.
+        max_consecutive_skips: raise at this many skips in a row; None never does.
+        tail: what `end_epoch` does with a short window: "flush" updates, "carry" keeps it open for
+            the next epoch, "drop" forgets its gradients.
+        backend: "auto", or a name from `stepclock_ext.backends()`.
+
+    Raises:
+        TypeError, ValueError: an argument is outside its range; the message names it.
+        RuntimeError: `backend` cannot be used here.
+
+    Example:
+        >>> w = torch.nn.Parameter(torch.tensor(1.0))
+        >>> opt = ClockedOptimizer(torch.optim.SGD([w], lr=1.0), gradient_accumulation_steps=2)
+        >>> opt.backward(10 * w, weight=1)  # one token
+        >>> opt.step().updated
+        False
+        >>> opt.backward(2 * w, weight=3)  # three tokens
+        >>> info = opt.step()
+        >>> info.updated, info.loss, w.item()
+        (True, 4.0, -3.0)
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        gradient_accumulation_steps: int = 1,
+        max_grad_norm: float | None = None,
+        norm_type: float = 2.0,
+        reduction: str = "mean",
+        loss_scale: LossScale | float | None = None,
+        schedulers: Iterable[LRScheduler] = (),
+        model: torch.nn.Module | None = None,
+        nonfinite: str = "skip",
+        max_consecutive_skips: int | None = None,
+        tail: str = "flush",
+        backend: str = "auto",
+    ) -> None:
+        self.optimizers = arguments.list_optimizers(optimizer)
+        steps = arguments.check_count("gradient_accumulation_steps", gradient_accumulation_steps)
+        self._clip = ClipSettings(
+            arguments.check_max_norm(max_grad_norm), arguments.check_norm_type(norm_type)
+        )
+        self.reduction = arguments.check_choice("reduction", reduction, ("mean", "sum"))
+        self.nonfinite = arguments.check_choice(
+            "nonfinite", nonfinite, ("skip", "raise", "propagate")
+        )
+        self.tail = arguments.check_choice("tail", tail, ("flush", "carry", "drop"))
+        if max_consecutive_skips is not None:
+            arguments.check_count("max_consecutive_skips", max_consecutive_skips)
+        self.max_consecutive_skips = max_consecutive_skips
+        self._loss_scale = arguments.check_loss_scale(loss_scale, self.nonfinite)
+        self._needs_closure = arguments.check_closure_optimizer(
+            self.optimizers, steps, self._loss_scale
+        )
+        self._steps = self._next_steps = steps
+        self._next_scale: tuple[LossScale | float | None] | None = None
+        self._model = model
+        self.clock = StepClock()
+        self._window = Window()
+        self._consecutive_skips = 0
+        self._backend = ops.make_backend(backend)
+        self._schedulers = AttachedSchedulers([self, *self.optimizers])
+        self._build_pass()
+        for scheduler in schedulers:
+            self.attach(scheduler)
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro steps in a window, as in force. A new value takes effect at the next window."""
+        return self._steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        steps = arguments.check_count("gradient_accumulation_steps", value)
+        arguments.check_closure_optimizer(self.optimizers, steps, self._loss_scale)
+        self._next_steps = steps
+        self._adopt_settings()
+
+    @property
+    def loss_scale(self) -> LossScale | float | None:
+        """The current scale. A new value takes effect at the next window."""
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: LossScale | float | None) -> None:
+        scale = arguments.check_loss_scale(value, self.nonfinite)
+        arguments.check_closure_optimizer(self.optimizers, self._next_steps, scale)
+        self._next_scale = (scale,)
+        self._adopt_settings()
+
+    # A micro step.
+
+    def backward(self, loss: Tensor, *, weight: float | Tensor = 1.0) -> None:
+        """Adds the gradient of ``weight * loss`` to the window.
+
+        Args:
+            loss: scalar, the mean over `weight` items.
+            weight: what the micro batch counts in the window's mean: 1, or its tokens or samples.
+                With 0 the backward is not run and nothing is added. Called several times in one
+                micro step, weights add up as losses do.
+
+        Raises:
+            TypeError, ValueError: `loss` or `weight` cannot be used; nothing has changed.
+            RuntimeError: an earlier backward of this window failed; call `discard()`.
+        """
+        self._refuse_broken("backward")
+        amount = arguments.check_weight(weight)
+        arguments.check_loss(loss, needs_grad=amount > 0)
+        self._refresh_rows()
+        window = self._window
+        window.is_pending = True
+        if amount == 0:
+            return
+        seed = window.scale * amount
+        try:
+            with self._riding():
+                torch.autograd.backward(loss, None if seed == 1.0 else torch.full_like(loss, seed))
+        except BaseException:
+            window.broken = "backward raised"
+            raise
+        window.seeded = True
+        window.add_weight(amount)
+        window.add_loss(loss, amount)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> StepInfo:  # type: ignore[override]
+        """Ends a micro step; at the end of a window, updates.
+
+        Args:
+            closure: runs once, as this micro step's forward and backward (LBFGS: as often as it
+                needs). It may call ``opt.backward`` or plain ``loss.backward()``.
+
+        Returns:
+            What happened.
+
+        Raises:
+            RuntimeError: plain ``loss.backward()`` was used with a loss scale; a gradient
+                disappeared; a backward of this window failed; a one-cycle schedule is at its end.
+            NonFiniteGradientError: with ``nonfinite="raise"``, or at `max_consecutive_skips`.
+        """
+        self._refuse_broken("step")
+        self._refresh_rows()
+        if self._needs_closure:
+            return closure_step.step_by_closure(self, closure)
+        if closure is not None:
+            closure_step.run_closure(self, closure)
+        window = self._window
+        if not window.is_pending:
+            self._count_plain_backward()
+        closes = self.clock.micro_step_in_window + 1 >= self._steps
+        if closes:
+            self._schedulers.refuse_ended()
+        self.clock.tick_micro(window.end_micro_step())
+        if closes:
+            return self._close_window()
+        self._pass.accumulator.hold()
+        return self._info()
+
+    def flush(self) -> StepInfo:
+        """Updates with what an open window holds; without one, does nothing."""
+        self._refuse_pending("flush")
+        if self.clock.micro_step_in_window == 0:
+            return self._info()
+        self._refresh_rows()
+        self._schedulers.refuse_ended()
+        return self._close_window()
+
+    def end_epoch(self) -> StepInfo:
+        """Ends an epoch: the tail is flushed, carried or dropped, and the position starts again."""
+        self._refuse_pending("end_epoch")
+        info = self._info()
+        if self.tail == "flush":
+            info = self.flush()
+        elif self.tail == "drop":
+            self.clock.drop_window()
+            self._start_window()
+        self.clock.end_epoch()
+        return info
+
+    def discard(self) -> None:
+        """Drops the open window: its gradients, micro steps, position and weight."""
+        self.clock.rewind_window()
+        self._start_window()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients outside a window; inside one it does nothing (see `discard`)."""
+        if self.clock.micro_step_in_window or self._window.is_pending or self._window.broken:
+            return
+        for inner in self.optimizers:
+            inner.zero_grad(set_to_none=set_to_none)
+
+    # What follows the clock.
+
+    def attach(self, scheduler: LRScheduler) -> None:
+        """Moves `scheduler` with every update from now on (a metric scheduler: see below)."""
+        self._schedulers.attach(scheduler)
+
+    def report_metric(self, value: float) -> None:
+        """Moves attached metric schedulers such as ``ReduceLROnPlateau``."""
+        self._schedulers.report_metric(value)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the first inner optimizer, between two windows.
+
+        Raises:
+            RuntimeError: a window is open, or an attached scheduler cannot take another group.
+        """
+        if self.clock.micro_step_in_window or self._window.is_pending:
+            raise RuntimeError(
+                "ClockedOptimizer.add_param_group: a window is open, with "
+                f"{self.clock.micro_step_in_window} micro steps in it; add it after an update"
+            )
+        self._schedulers.refuse_group()
+        inner = self.optimizers[0]
+        inner.add_param_group(param_group)
+        self._schedulers.extend_to_group(inner.param_groups[-1])
+        self._refresh_rows()
+
+    # Saving, loading, copying.
+
+    def state_dict(self) -> dict[str, Any]:
+        """``state`` and ``param_groups`` as the inner optimizer writes them, and ``stepclock``.
+
+        The bare optimizer loads it as it is. Only tensors and plain Python values.
+        """
+        return wrapper_state.save(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave, of this wrapper or of the bare optimizer.
+
+        Raises:
+            ValueError: the state is not of these optimizers and schedulers; nothing has changed.
+        """
+        wrapper_state.load(self, state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return wrapper_state.pack(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        wrapper_state.unpack(self, state)
+
+    def __repr__(self) -> str:
+        inner = ", ".join(type(inner).__name__ for inner in self.optimizers)
+        return (
+            f"ClockedOptimizer({inner}, gradient_accumulation_steps={self._steps}, "
+            f"max_grad_norm={self._clip.max_grad_norm}, {self.clock!r})"
+        )
+
+    # The end of a window.
+
+    def _close_window(self) -> StepInfo:
+        try:
+            return self._settle_window()
+        except BaseException as error:
+            if self.clock.micro_step_in_window:
+                self._window.broken = f"its update raised {type(error).__name__}"
+            raise
+
+    def _settle_window(self) -> StepInfo:
+        window = self._window
+        gradients = self._pass.collect(seeded=window.seeded)
+        if gradients.is_empty or window.weight == 0:
+            self.clock.close_window()
+            self._start_window()
+            return self._info()
+        divisor = window.divisor(self.reduction)
+        measurement = self._pass.measure(gradients, self._clip, divisor=divisor)
+        if not measurement.finite and self.nonfinite != "propagate":
+            return self._settle_skip(gradients, measurement)
+        self._pass.update(gradients, measurement)
+        return self._settle_update(measurement)
+
+    def _settle_update(self, measurement: Measurement) -> StepInfo:
+        lr = self._learning_rates()
+        window, scale = self._window, self._reported_scale()
+        self.clock.tick_update()
+        self._consecutive_skips = 0
+        if isinstance(self._loss_scale, LossScale):
+            self._loss_scale = self._loss_scale.after(True)
+        self._start_window()
+        self._opt_called = True  # torch's schedulers look for it before they step
+        self._schedulers.step()
+        return self._info(window, measurement, lr=lr, scale=scale, updated=True)
+
+    def _settle_skip(self, gradients: WindowGradients, measurement: Measurement) -> StepInfo:
+        update = self.clock.update_step + 1
+        if self.nonfinite == "raise":
+            raise self._pass.nonfinite_error("gradients are not finite", gradients, update)
+        window, scale = self._window, self._reported_scale()
+        self._consecutive_skips += 1
+        self.clock.tick_skip()
+        if isinstance(self._loss_scale, LossScale):
+            self._loss_scale = self._loss_scale.after(False)
+        info = self._info(window, measurement, scale=scale, skipped=True)
+        error = None
+        if self._consecutive_skips == self.max_consecutive_skips:
+            what = f"{self._consecutive_skips} skips in a row"
+            error = self._pass.nonfinite_error(what, gradients, update)
+        self._start_window()
+        if error is not None:
+            raise error
+        return info
+
+    def _start_window(self) -> None:
+        """No gradient, no weight, and settings that waited for this moment."""
+        self._pass.accumulator.clear()
+        self._window = Window()
+        self._adopt_settings()
+
+    def _adopt_settings(self) -> None:
+        if self.clock.micro_step_in_window or self._window.is_pending:
+            return
+        self._steps = self._next_steps
+        if self._next_scale is not None:
+            (self._loss_scale,) = self._next_scale
+            self._next_scale = None
+        self._window.scale = self._scale_value() or 1.0
+
+    def _info(
+        self,
+        window: Window | None = None,
+        measurement: Measurement | None = None,
+        *,
+        lr: tuple[float, ...] | None = None,
+        scale: float | None = None,
+        updated: bool = False,
+        skipped: bool = False,
+    ) -> StepInfo:
+        """The outcome; without a measurement, of a step that ended no window."""
+        return StepInfo(
+            updated=updated,
+            skipped=skipped,
+            loss=None if window is None else window.loss(self.reduction),
+            grad_norm=None if measurement is None else measurement.norm,
+            clipped_norm=None if measurement is None else measurement.clipped_norm,
+            lr=self._learning_rates() if lr is None else lr,
+            loss_scale=self._reported_scale() if scale is None else scale,
+            micro_step=self.clock.micro_step,
+            update_step=self.clock.update_step,
+        )
+
+    # Parts.
+
+    def _build_pass(self) -> None:
+        self._pass = UpdatePass(self.optimizers, self._backend, self._model)
+
+    def _refresh_rows(self) -> None:
+        """Follows groups that were added or changed behind our back, between two windows."""
+        if self._pass.rows.is_current(self.param_groups):
+            return
+        if self.clock.micro_step_in_window or self._window.is_pending:
+            raise RuntimeError(
+                "ClockedOptimizer: the parameter groups changed inside a window; change them after "
+                "an update, or call discard() first"
+            )
+        self._build_pass()
+
+    def _riding(self) -> Any:
+        """The norm rides on the last micro step of a window, where that one is known."""
+        is_last = self.clock.micro_step_in_window + 1 == self._steps
+        rides = is_last and self._clip.norm_type == 2.0 and self._steps > 1
+        return self._pass.accumulator.riding() if rides else nullcontext()
+
+    def _count_plain_backward(self) -> None:
+        """A micro step of weight 1 by ``loss.backward()``, which knows no loss scale."""
+        if self._loss_scale is not None and any(
+            g is not None for g in self._pass.accumulator.grads()
+        ):
+            raise RuntimeError(
+                "ClockedOptimizer.step: with a loss scale the backward must be opt.backward(loss), "
+                "which seeds it; plain loss.backward() was used"
+            )
+        self._window.add_weight(1.0)
+        self._window.loss_known = False
+
+    def _learning_rates(self) -> tuple[float, ...]:
+        return tuple(float(group["lr"]) for group in self.param_groups)
+
+    def _scale_value(self) -> float | None:
+        scale = self._loss_scale
+        return scale.scale if isinstance(scale, LossScale) else scale
+
+    def _reported_scale(self) -> float | None:
+        return None if self._loss_scale is None else self._window.scale
+
+    def _refuse_broken(self, method: str) -> None:
+        if self._window.broken:
+            raise RuntimeError(
+                f"ClockedOptimizer.{method}: this window cannot go on ({self._window.broken}); "
+                "call discard() and repeat its micro steps"
+            )
+
+    def _refuse_pending(self, method: str) -> None:
+        self._refuse_broken(method)
+        if self._window.is_pending:
+            raise RuntimeError(
+                f"ClockedOptimizer.{method}: a backward is not yet counted as a micro step; call "
+                "step() first"
+            )
+
+
+# torch's schedulers patch `step` of the optimizer they are built on, to learn that it was called,
+# unless it carries this mark. Patched copies of a wrapper would step the original.
+ClockedOptimizer.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

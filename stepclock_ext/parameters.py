@@ -1,0 +1,97 @@
+"""The parameters of one wrapper as rows: their groups, and which backend walks them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ops
+
+__all__ = ["ParameterRows", "parameter_names"]
+
+
+class ParameterRows:
+    """A snapshot of the parameters in all groups, in order. Rebuilt when a group changes.
+
+    Attributes:
+        params: every parameter, group after group.
+        group_rows: rows of each group.
+        dtypes: of each parameter, as it was when the snapshot was made.
+        walked: rows that the fast backend walks (dense, on its device, of a dtype it knows).
+        contiguous: all of `walked` are contiguous, so a gradient need only be so too.
+        first_slots: where each row's chunk sums begin. After the chunks of all rows comes one more
+            slot a row, for gradients that cannot be cut into chunks (sparse ones).
+        num_slots: of the whole window.
+    """
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]], backend: ops.Backend) -> None:
+        self.params: list[Tensor] = []
+        self.group_rows: list[range] = []
+        for group in groups:
+            start = len(self.params)
+            self.params.extend(group["params"])
+            self.group_rows.append(range(start, len(self.params)))
+        self.backend = backend
+        self.reference = ops.make_backend("reference")
+        supported = [backend.supports(p) for p in self.params]
+        self.walked = frozenset(row for row, yes in enumerate(supported) if yes)
+        self.all_walked = all(supported)
+        self.contiguous = all(self.params[row].is_contiguous() for row in self.walked)
+        self.dtypes = [p.dtype for p in self.params]
+        self.first_slots: list[int] = []
+        self.num_slots = 0
+        for p in self.params:
+            self.first_slots.append(self.num_slots)
+            self.num_slots += ops.num_chunks(ops.num_real(p))
+        self.first_odd_slot = self.num_slots
+        self.num_slots += len(self.params)
+        self._layouts: dict[tuple[int, ...], ops.Layout] = {}
+
+    def is_current(self, groups: Iterable[Mapping[str, Any]]) -> bool:
+        """Whether the groups still hold these very parameters."""
+        lists = [group["params"] for group in groups]
+        if [len(params) for params in lists] != [len(rows) for rows in self.group_rows]:
+            return False
+        return all(map(is_, chain.from_iterable(lists), self.params))
+
+    def layout(self, rows: tuple[int, ...]) -> ops.Layout:
+        """The layout of some walked rows; kept, since windows repeat."""
+        layout = self._layouts.get(rows)
+        if layout is None:
+            if len(self._layouts) >= _MAX_LAYOUTS:
+                self._layouts.clear()
+            layout = self._layouts[rows] = ops.Layout.of(
+                self.backend,
+                [self.params[row] for row in rows],
+                [self.first_slots[row] for row in rows],
+            )
+        return layout
+
+    def odd_slot(self, row: int) -> int:
+        """The slot of a gradient that is not cut into chunks."""
+        return self.first_odd_slot + row
+
+
+# Sets of present gradients that alternate (mixture of experts) are few; the bound keeps a model
+# whose set is new each window from growing without end.
+_MAX_LAYOUTS = 256
+
+
+def parameter_names(
+    groups: Sequence[Mapping[str, Any]], model: torch.nn.Module | None
+) -> list[str]:
+    """A name for each row: the model's, the group's own, or its place."""
+    known: dict[int, str] = {}
+    if model is not None:
+        known = {id(p): name for name, p in model.named_parameters()}
+    names = []
+    for g, group in enumerate(groups):
+        own = group.get("param_names") or [None] * len(group["params"])
+        for i, (p, name) in enumerate(zip(group["params"], own, strict=True)):
+            names.append(known.get(id(p)) or name or f"group {g}, parameter {i}")
+    return names

@@ -1,0 +1,140 @@
+"""The schedulers that follow a wrapper's clock: one step per update, none on a skip."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+
+__all__ = ["AttachedSchedulers"]
+
+
+class AttachedSchedulers:
+    """Torch schedulers, moved by updates; metric schedulers only by a metric."""
+
+    def __init__(self, owners: Sequence[Optimizer]) -> None:
+        self._owners = tuple(owners)
+        self.schedulers: list[LRScheduler] = []
+        self._ended: set[int] = set()  # one-cycles whose last value has been used
+
+    def attach(self, scheduler: LRScheduler) -> None:
+        """Adds a scheduler.
+
+        Raises:
+            TypeError: it is no torch scheduler.
+            ValueError: it was built on another optimizer, or is attached already.
+        """
+        if not isinstance(scheduler, LRScheduler):
+            raise TypeError(
+                f"ClockedOptimizer: a scheduler must be a torch LRScheduler, got {scheduler!r}"
+            )
+        if not any(scheduler.optimizer is owner for owner in self._owners):
+            raise ValueError(
+                f"ClockedOptimizer: {type(scheduler).__name__} was built on another optimizer; "
+                "build it on this wrapper or on the optimizer inside"
+            )
+        if any(scheduler is other for other in self.schedulers):
+            raise ValueError(f"ClockedOptimizer: {type(scheduler).__name__} is attached already")
+        self.schedulers.append(scheduler)
+
+    def refuse_ended(self) -> None:
+        """Called before an update.
+
+        Raises:
+            RuntimeError: a one-cycle schedule has no rate for one more update.
+        """
+        for index in sorted(self._ended):
+            total = self.schedulers[index].total_steps  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"ClockedOptimizer: OneCycleLR is planned for {total} updates and all are done; "
+                "build it with a larger total_steps, or stop training here"
+            )
+
+    def step(self) -> None:
+        """One update has happened."""
+        for index, scheduler in enumerate(self.schedulers):
+            if isinstance(scheduler, ReduceLROnPlateau):
+                continue
+            if isinstance(scheduler, OneCycleLR) and scheduler.last_epoch + 1 >= int(
+                scheduler.total_steps
+            ):
+                self._ended.add(index)
+                continue
+            _mark_stepped(scheduler.optimizer)
+            scheduler.step()
+
+    def report_metric(self, value: float) -> None:
+        """Moves the metric schedulers, and nothing else."""
+        for scheduler in self.schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(value)
+
+    def extend_to_group(self, group: dict[str, Any]) -> None:
+        """Makes room for a group that was just added, at its own base rate.
+
+        Only for schedules that are a function of the base rate (`refuse_group` let them pass).
+        """
+        for scheduler in self.schedulers:
+            if isinstance(scheduler, LambdaLR):
+                base = group.setdefault("initial_lr", group["lr"])
+                factor = scheduler.lr_lambdas[-1]
+                scheduler.base_lrs.append(base)
+                scheduler.lr_lambdas.append(factor)
+                group["lr"] = base * factor(scheduler.last_epoch)
+                scheduler._last_lr = [g["lr"] for g in scheduler.optimizer.param_groups]
+
+    def refuse_group(self) -> None:
+        """Called before a group is added.
+
+        Raises:
+            RuntimeError: an attached scheduler keeps per-group values that nothing can extend.
+        """
+        for scheduler in self.schedulers:
+            if not isinstance(scheduler, LambdaLR):
+                raise RuntimeError(
+                    f"ClockedOptimizer.add_param_group: {type(scheduler).__name__} cannot take a "
+                    "group after it was built; add the group first, or use LambdaLR"
+                )
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Each scheduler's own state."""
+        return [
+            {"state": deepcopy(scheduler.state_dict()), "ended": index in self._ended}
+            for index, scheduler in enumerate(self.schedulers)
+        ]
+
+    def check_state(self, states: Sequence[dict[str, Any]]) -> None:
+        """Refuses saved states that are not of these schedulers.
+
+        Raises:
+            ValueError: there are more or fewer of them.
+        """
+        if len(states) != len(self.schedulers):
+            raise ValueError(
+                f"ClockedOptimizer.load_state_dict: the state holds {len(states)} schedulers, this "
+                f"wrapper {len(self.schedulers)}; attach the same ones before loading"
+            )
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+        """Takes over what `state_dict` gave."""
+        for scheduler, saved in zip(self.schedulers, states, strict=True):
+            scheduler.load_state_dict(deepcopy(saved["state"]))
+        self._ended = {index for index, saved in enumerate(states) if saved["ended"]}
+
+
+def _mark_stepped(optimizer: Optimizer) -> None:
+    """Tells torch's schedulers that an update has happened, so that they do not warn.
+
+    They look for the marks that building them leaves on an optimizer; a copied optimizer has lost
+    the one on ``step``.
+    """
+    marked: Any = optimizer
+    marked._opt_called = True
+    if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        step = partial(optimizer.step)
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        marked.step = step

@@ -1,0 +1,172 @@
+"""Update rules: AdamW, Adam and SGD as one fused pass on the optimizer's own state tensors.
+
+The state stays what torch would have made of it, to key, shape and dtype, so that the inner
+optimizer's ``state_dict`` is the same with us and without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import is_
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from . import ops
+
+__all__ = ["RULES", "BoundGroup", "Rule"]
+
+
+@dataclass(eq=False)
+class BoundGroup:
+    """A group's parameters and state tensors as lists, for one set of present gradients."""
+
+    layout: ops.Layout
+    state: Any  # the inner optimizer's mapping
+    params: list[Tensor]
+    dicts: list[dict[str, Any]]
+    columns: dict[str, list[Tensor]]
+    first: bool = False  # SGD: the momentum buffers are not filled yet
+
+    def is_current(self, inner: Optimizer, layout: ops.Layout, keys: list[str]) -> bool:
+        """Whether the optimizer still holds these very tensors for these rows."""
+        if self.first or layout is not self.layout or inner.state is not self.state:
+            return False
+        if keys != list(self.columns):
+            return False
+        if self.dicts and not all(map(is_, map(self.state.get, self.params), self.dicts)):
+            return False
+        return all(
+            ops.holds_same(self.layout.backend, self.dicts, key, column)
+            for key, column in self.columns.items()
+        )
+
+
+class Rule(Protocol):
+    def keys(self, group: dict[str, Any]) -> list[str]: ...
+
+    def bind(
+        self, inner: Optimizer, group: dict[str, Any], params: list[Tensor], layout: ops.Layout
+    ) -> BoundGroup | None: ...
+
+    def run(
+        self, group: dict[str, Any], bound: BoundGroup, grads: list[Tensor], stats: Tensor
+    ) -> None: ...
+
+
+class _AdamRule:
+    """Adam and AdamW."""
+
+    def keys(self, group: dict[str, Any]) -> list[str]:
+        return ["step", "exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(group["amsgrad"])
+
+    def bind(
+        self, inner: Optimizer, group: dict[str, Any], params: list[Tensor], layout: ops.Layout
+    ) -> BoundGroup | None:
+        dicts = [inner.state[p] for p in params]
+        for p, state in zip(params, dicts, strict=True):
+            if not state:
+                _start_adam(state, p, group)
+        columns = {key: [state[key] for state in dicts] for key in self.keys(group)}
+        return _fitting(BoundGroup(layout, inner.state, params, dicts, columns))
+
+    def run(
+        self, group: dict[str, Any], bound: BoundGroup, grads: list[Tensor], stats: Tensor
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        scalars = ops.AdamScalars(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            decoupled=bool(group["decoupled_weight_decay"]),
+            amsgrad=bool(group["amsgrad"]),
+            maximize=bool(group["maximize"]),
+        )
+        columns = bound.columns
+        states = ops.AdamStates(
+            columns["step"],
+            columns["exp_avg"],
+            columns["exp_avg_sq"],
+            columns.get("max_exp_avg_sq"),
+        )
+        ops.adam_(bound.params, states, grads, stats, bound.layout, scalars)
+
+
+class _SgdRule:
+    """SGD. A momentum buffer is made by its first update, as torch does."""
+
+    def keys(self, group: dict[str, Any]) -> list[str]:
+        return ["momentum_buffer"] * (group["momentum"] != 0)
+
+    def bind(
+        self, inner: Optimizer, group: dict[str, Any], params: list[Tensor], layout: ops.Layout
+    ) -> BoundGroup | None:
+        if group["momentum"] == 0:
+            return _fitting(BoundGroup(layout, inner.state, params, [], {}))
+        dicts = [inner.state[p] for p in params]
+        buffers = [state.get("momentum_buffer") for state in dicts]
+        first = all(buffer is None for buffer in buffers)
+        if first:
+            like = [torch.empty_like(p, memory_format=torch.preserve_format) for p in params]
+            buffers = [buffer.detach() for buffer in like]
+        elif any(buffer is None for buffer in buffers):
+            return None  # parameters that joined later: rare enough for the inner step
+        columns = {"momentum_buffer": buffers}
+        return _fitting(BoundGroup(layout, inner.state, params, dicts, columns, first))
+
+    def run(
+        self, group: dict[str, Any], bound: BoundGroup, grads: list[Tensor], stats: Tensor
+    ) -> None:
+        scalars = ops.SgdScalars(
+            lr=float(group["lr"]),
+            momentum=float(group["momentum"]),
+            dampening=float(group["dampening"]),
+            weight_decay=float(group["weight_decay"]),
+            nesterov=bool(group["nesterov"]),
+            maximize=bool(group["maximize"]),
+            first=bound.first,
+        )
+        buffers = bound.columns.get("momentum_buffer")
+        ops.sgd_(bound.params, buffers, grads, stats, bound.layout, scalars)
+        if bound.first and buffers is not None:  # filled now, and not before
+            for state, buffer in zip(bound.dicts, buffers, strict=True):
+                state["momentum_buffer"] = buffer
+
+
+# Exact types: a subclass may do anything in its step.
+RULES: dict[type, Rule] = {Adam: _AdamRule(), AdamW: _AdamRule(), SGD: _SgdRule()}
+
+_COLUMN_OF = {
+    "step": "STEP",
+    "exp_avg": "EXP_AVG",
+    "exp_avg_sq": "EXP_AVG_SQ",
+    "max_exp_avg_sq": "MAX_EXP_AVG_SQ",
+    "momentum_buffer": "BUFFER",
+}
+
+
+def _fitting(bound: BoundGroup) -> BoundGroup | None:
+    """`bound`, or None where a loaded or replaced state does not lie like its parameter."""
+    try:
+        bound.layout.verify("PARAM", bound.params)
+        for key, tensors in bound.columns.items():
+            if not all(isinstance(t, Tensor) for t in tensors):
+                return None
+            bound.layout.verify(_COLUMN_OF[key], tensors)
+    except (TypeError, ValueError):
+        return None
+    return bound
+
+
+def _start_adam(state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> None:
+    """The state that ``torch.optim.Adam`` begins with, to the dtype."""
+    dtype = torch.float32
+    if not group["fused"] and torch.get_default_dtype() == torch.float64:
+        dtype = torch.float64
+    state["step"] = torch.zeros((), dtype=dtype)
+    for key in ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group["amsgrad"]:
+        state[key] = torch.zeros_like(p, memory_format=torch.preserve_format).detach()

@@ -1,0 +1,226 @@
+"""Who applies the coefficient: a fused rule, a stock fused optimizer, or one pass of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from . import ops
+from .accumulator import WindowGradients
+from .norm import Measurement
+from .parameters import ParameterRows
+from .update_rules import RULES, BoundGroup, Rule
+
+__all__ = ["Updater", "apply_in_place"]
+
+
+class Updater:
+    """Runs one inner optimizer's updates.
+
+    The order of preference, decided anew for each update::
+
+        stock AdamW, Adam, SGD, every row walked   our fused rule (28 bytes a parameter for AdamW)
+        another stock optimizer, fused=True        its grad_scale hook
+        any other                                  coefficient in place (unless it is 1), step()
+
+    Step hooks see the true gradient: where there are any, the coefficient is applied first.
+    """
+
+    def __init__(self, inner: Optimizer, group_indices: Sequence[int]) -> None:
+        self.inner = inner
+        self.group_indices = list(group_indices)
+        self._rule = RULES.get(type(inner))
+        self._bound: dict[int, BoundGroup] = {}
+
+    def check(self, rows: ParameterRows, gradients: WindowGradients, names: Sequence[str]) -> None:
+        """Refuses, before anything moves, gradients the optimizer cannot take.
+
+        Raises:
+            TypeError: Adam or AdamW with a sparse gradient.
+        """
+        if not isinstance(self.inner, Adam):
+            return
+        for row in gradients.odd:
+            grad = gradients.grads[row]
+            if grad is not None and grad.is_sparse and row in self._rows_of(rows):
+                raise TypeError(
+                    f"ClockedOptimizer: {type(self.inner).__name__} takes no sparse gradients, got "
+                    f"one for {names[row]!r}; use SGD, Adagrad or SparseAdam for it, or "
+                    "Embedding(sparse=False)"
+                )
+
+    def update(
+        self, rows: ParameterRows, gradients: WindowGradients, measurement: Measurement
+    ) -> None:
+        """Moves the inner optimizer's parameters once. Its step hooks fire."""
+        groups = self._group_rows(rows, gradients)
+        hooked = _has_step_hooks(self.inner)
+        plans = self._plan_rules(rows, groups, gradients) if self._is_stock_step() else None
+        if plans is None:
+            self._update_by_step(rows, groups, gradients, measurement, hooked)
+            return
+        stats = measurement.stats
+        if hooked:
+            apply_in_place(rows, gradients, measurement, chain.from_iterable(groups))
+            stats = ops.make_stats()
+        self.inner._opt_called = True  # type: ignore[attr-defined]
+        _run_rules(self.inner, plans, stats)
+
+    def _rows_of(self, rows: ParameterRows) -> set[int]:
+        return {row for index in self.group_indices for row in rows.group_rows[index]}
+
+    def _group_rows(self, rows: ParameterRows, gradients: WindowGradients) -> list[tuple[int, ...]]:
+        """Rows with a gradient, for each group of the inner optimizer."""
+        grads = gradients.grads
+        if gradients.is_complete:
+            return [tuple(rows.group_rows[index]) for index in self.group_indices]
+        return [
+            tuple(row for row in rows.group_rows[index] if grads[row] is not None)
+            for index in self.group_indices
+        ]
+
+    def _is_stock_step(self) -> bool:
+        """A fused rule exists, and nobody but torch's schedulers has wrapped ``step``."""
+        if self._rule is None:
+            return False
+        patched = self.inner.__dict__.get("step")
+        return patched is None or getattr(patched, "_wrapped_by_lr_sched", False)
+
+    def _plan_rules(
+        self, rows: ParameterRows, groups: list[tuple[int, ...]], gradients: WindowGradients
+    ) -> list[_RulePlan] | None:
+        """What the rule would run for each group; None if any group is not for it."""
+        assert self._rule is not None
+        odd = set(gradients.odd)
+        if odd and any(not odd.isdisjoint(group) for group in groups):
+            return None
+        plans = []
+        for group, group_rows in zip(self.inner.param_groups, groups, strict=True):
+            if not group_rows:
+                continue
+            if group.get("capturable"):
+                return None
+            bound = self._bind(rows, group, group_rows)
+            if bound is None:
+                return None
+            grads = gradients.of(group_rows)
+            bound.layout.verified["GRAD"] = grads  # collect() made them fit
+            plans.append(_RulePlan(self._rule, group, bound, grads))
+        return plans
+
+    def _bind(
+        self, rows: ParameterRows, group: dict[str, Any], group_rows: tuple[int, ...]
+    ) -> BoundGroup | None:
+        """The group's state tensors, checked; reused while they are the same objects."""
+        assert self._rule is not None
+        bound = self._bound.get(id(group))
+        layout = rows.layout(group_rows)
+        if bound is not None and bound.is_current(self.inner, layout, self._rule.keys(group)):
+            return bound
+        params = [rows.params[row] for row in group_rows]
+        bound = self._rule.bind(self.inner, group, params, layout)
+        if bound is None:
+            self._bound.pop(id(group), None)
+        else:
+            self._bound[id(group)] = bound
+        return bound
+
+    def _update_by_step(
+        self,
+        rows: ParameterRows,
+        groups: list[tuple[int, ...]],
+        gradients: WindowGradients,
+        measurement: Measurement,
+        hooked: bool,
+    ) -> None:
+        coefficient = measurement.coefficient
+        by_scale = coefficient != 1.0 and not hooked and not gradients.odd
+        if by_scale and _takes_grad_scale(self.inner):
+            _step_with_grad_scale(self.inner, coefficient)
+            return
+        apply_in_place(rows, gradients, measurement, chain.from_iterable(groups))
+        self.inner.step()
+
+
+@dataclass(frozen=True, eq=False)
+class _RulePlan:
+    rule: Rule
+    group: dict[str, Any]
+    bound: BoundGroup
+    grads: list[Tensor]
+
+
+def _has_step_hooks(inner: Optimizer) -> bool:
+    return bool(
+        inner._optimizer_step_pre_hooks
+        or inner._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
+
+
+@Optimizer.profile_hook_step
+def _run_rules(inner: Optimizer, plans: list[_RulePlan], stats: Tensor) -> None:
+    """In the place of ``inner.step()``: torch's own decorator fires the step hooks around it."""
+    for plan in plans:
+        grads = plan.grads
+        if inner._optimizer_step_pre_hooks:  # one of them may have put another gradient there
+            grads = [p.grad for p in plan.bound.params if p.grad is not None]
+        plan.rule.run(plan.group, plan.bound, grads, stats)
+        torch.autograd.graph.increment_version(plan.bound.params)
+
+
+def apply_in_place(
+    rows: ParameterRows,
+    gradients: WindowGradients,
+    measurement: Measurement,
+    among: Iterable[int] | None = None,
+) -> None:
+    """Turns sums into gradients where they lie; nothing to do where the coefficient is 1.
+
+    Args:
+        rows: the parameters.
+        gradients: the window's sums; written.
+        measurement: holds the coefficient.
+        among: only these rows; None for all.
+    """
+    if measurement.coefficient == 1.0:
+        return
+    walked, odd = gradients.walked, gradients.odd
+    if among is not None:
+        chosen = set(among)
+        walked = tuple(row for row in walked if row in chosen)
+        odd = tuple(row for row in odd if row in chosen)
+    if walked:
+        layout, grads = rows.layout(walked), gradients.of(walked)
+        layout.verified["GRAD"] = grads  # collect() made them fit
+        ops.scale_(grads, measurement.stats, layout)
+        torch.autograd.graph.increment_version(grads)
+    for row in odd:
+        grad = gradients.grads[row]
+        assert grad is not None
+        (grad.values() if grad.is_sparse else grad).detach().mul_(measurement.coefficient)
+
+
+def _takes_grad_scale(inner: Optimizer) -> bool:
+    """torch's fused optimizers divide by ``grad_scale`` themselves, as ``GradScaler`` uses it."""
+    stock = type(inner).__module__.startswith("torch.optim")
+    fused = all(group.get("fused") for group in inner.param_groups)
+    return stock and fused and getattr(inner, "_step_supports_amp_scaling", False)
+
+
+def _step_with_grad_scale(inner: Optimizer, coefficient: float) -> None:
+    scaled: Any = inner
+    scaled.grad_scale = torch.tensor(1.0 / coefficient, dtype=torch.float32)
+    scaled.found_inf = torch.tensor(0.0, dtype=torch.float32)
+    try:
+        inner.step()
+    finally:
+        del scaled.grad_scale, scaled.found_inf
