@@ -120,6 +120,7 @@ class Accumulator:
         if self._ridden:
             self._ridden.clear()
         self.slots.zero_()
+        self.rows.release_gradients()
 
     @contextmanager
     def riding(self) -> Iterator[None]:
@@ -155,7 +156,7 @@ class Accumulator:
         grads = self.grads()
         self._check_held(grads)
         if self._are_plain(grads):
-            return WindowGradients(grads, tuple(range(len(grads))), ())
+            return WindowGradients(grads, self.rows.every_row, ())
         walked: list[int] = []
         odd: list[int] = []
         for row, grad in enumerate(grads):
@@ -257,6 +258,7 @@ class Accumulator:
                 return
             layout = self.rows.layout((row,))
             ops.accumulate_([accumulator], [fresh], layout, slots=self.slots)
+            layout.release("ACCUMULATOR", "GRAD")
             torch.autograd.graph.increment_version(accumulator)
             p.grad = accumulator
             self._ridden[row] = (accumulator, accumulator._version)

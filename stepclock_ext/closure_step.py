@@ -57,7 +57,7 @@ def step_by_closure(opt: ClockedOptimizer, closure: Callable[[], Any] | None) ->
     gradients, measurement = opt._pass.accumulator.collect(), first.measurement
     assert measurement is not None
     if gradients.is_empty:
-        opt.clock.close_window()
+        opt.clock.drop_window()
         opt._start_window()
         return opt._info()
     if not measurement.finite and opt.nonfinite != "propagate":

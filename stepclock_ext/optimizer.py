@@ -114,6 +114,7 @@ class ClockedOptimizer(OptimizerFacade):
         self._build_pass()
         for scheduler in schedulers:
             self.attach(scheduler)
+        self._adopt_settings()
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -197,14 +198,13 @@ class ClockedOptimizer(OptimizerFacade):
         window = self._window
         if not window.is_pending:
             self._count_plain_backward()
-        closes = self.clock.micro_step_in_window + 1 >= self._steps
-        if closes:
-            self._schedulers.refuse_ended()
+        if self.clock.micro_step_in_window + 1 < self._steps:
+            self._pass.accumulator.hold()
+            self.clock.tick_micro(window.end_micro_step())
+            return self._info()
+        self._schedulers.refuse_ended()
         self.clock.tick_micro(window.end_micro_step())
-        if closes:
-            return self._close_window()
-        self._pass.accumulator.hold()
-        return self._info()
+        return self._close_window()
 
     def flush(self) -> StepInfo:
         """Updates with what an open window holds; without one, does nothing."""
@@ -310,7 +310,7 @@ class ClockedOptimizer(OptimizerFacade):
         window = self._window
         gradients = self._pass.collect(seeded=window.seeded)
         if gradients.is_empty or window.weight == 0:
-            self.clock.close_window()
+            self.clock.drop_window()
             self._start_window()
             return self._info()
         divisor = window.divisor(self.reduction)

@@ -21,6 +21,7 @@ class ParameterRows:
     Attributes:
         params: every parameter, group after group.
         group_rows: rows of each group.
+        every_row: all of them.
         dtypes: of each parameter, as it was when the snapshot was made.
         walked: rows that the fast backend walks (dense, on its device, of a dtype it knows).
         contiguous: all of `walked` are contiguous, so a gradient need only be so too.
@@ -50,6 +51,7 @@ class ParameterRows:
             self.num_slots += ops.num_chunks(ops.num_real(p))
         self.first_odd_slot = self.num_slots
         self.num_slots += len(self.params)
+        self.every_row = tuple(range(len(self.params)))
         self._layouts: dict[tuple[int, ...], ops.Layout] = {}
 
     def is_current(self, groups: Iterable[Mapping[str, Any]]) -> bool:
@@ -71,6 +73,11 @@ class ParameterRows:
                 [self.first_slots[row] for row in rows],
             )
         return layout
+
+    def release_gradients(self) -> None:
+        """Lets go of the gradients of the last window: their memory is the next backward's."""
+        for layout in self._layouts.values():
+            layout.release("GRAD")
 
     def odd_slot(self, row: int) -> int:
         """The slot of a gradient that is not cut into chunks."""

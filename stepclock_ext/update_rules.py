@@ -56,8 +56,11 @@ class Rule(Protocol):
     ) -> None: ...
 
 
-class _AdamRule:
-    """Adam and AdamW."""
+class AdamRule:
+    """Adam and AdamW; a group of an older torch does not say which of them it is."""
+
+    def __init__(self, *, decoupled: bool) -> None:
+        self.decoupled = decoupled
 
     def keys(self, group: dict[str, Any]) -> list[str]:
         return ["step", "exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(group["amsgrad"])
@@ -82,7 +85,7 @@ class _AdamRule:
             beta2=float(beta2),
             eps=float(group["eps"]),
             weight_decay=float(group["weight_decay"]),
-            decoupled=bool(group["decoupled_weight_decay"]),
+            decoupled=bool(group.get("decoupled_weight_decay", self.decoupled)),
             amsgrad=bool(group["amsgrad"]),
             maximize=bool(group["maximize"]),
         )
@@ -96,7 +99,7 @@ class _AdamRule:
         ops.adam_(bound.params, states, grads, stats, bound.layout, scalars)
 
 
-class _SgdRule:
+class SgdRule:
     """SGD. A momentum buffer is made by its first update, as torch does."""
 
     def keys(self, group: dict[str, Any]) -> list[str]:
@@ -138,7 +141,11 @@ class _SgdRule:
 
 
 # Exact types: a subclass may do anything in its step.
-RULES: dict[type, Rule] = {Adam: _AdamRule(), AdamW: _AdamRule(), SGD: _SgdRule()}
+RULES: dict[type, Rule] = {
+    Adam: AdamRule(decoupled=False),
+    AdamW: AdamRule(decoupled=True),
+    SGD: SgdRule(),
+}
 
 _COLUMN_OF = {
     "step": "STEP",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from . import ops
 from .loss_scale import LossScale
 from .window import Window
 
@@ -65,6 +66,7 @@ def load(opt: ClockedOptimizer, state: dict[str, Any]) -> None:
         first_row += rows
     opt.clock.rewind_window()
     opt._start_window()
+    opt._build_pass()  # lets go of the state tensors that were replaced
     if own is not None:
         _load_own(opt, own)
 
@@ -135,6 +137,7 @@ def _load_own(opt: ClockedOptimizer, own: dict[str, Any]) -> None:
 def pack(opt: ClockedOptimizer) -> dict[str, Any]:
     """Attributes for a copy. Accumulators go along: copying a parameter leaves its ``.grad``."""
     state = {name: value for name, value in vars(opt).items() if name not in _DERIVED}
+    state["_backend"] = opt._backend.name
     state["held"] = opt._pass.accumulator.held()
     return state
 
@@ -143,6 +146,7 @@ def unpack(opt: ClockedOptimizer, state: dict[str, Any]) -> None:
     """Makes `opt` the wrapper that `pack` described."""
     held = state.pop("held")
     opt.__dict__.update(state)
+    opt._backend = ops.make_backend(state["_backend"])
     opt._build_pass()
     if held:
         opt._pass.accumulator.restore(held)

@@ -164,6 +164,12 @@ class Layout:
             self.check(column, tensors)
             self.verified[column] = tensors
 
+    def release(self, *columns: str) -> None:
+        """Lets go of the tensors of `columns`, so that their memory can be freed."""
+        for column in columns:
+            self.verified.pop(column, None)
+        self.backend.release(self, columns)
+
     def check(self, column: str, tensors: Sequence[Tensor]) -> None:
         """As `verify`, always."""
         if len(tensors) != len(self.num_elements):
@@ -208,6 +214,10 @@ class Backend(Protocol):
 
     def supports(self, tensor: Tensor) -> bool:
         """Whether ops here take `tensor` (device, dtype, memory layout)."""
+        ...
+
+    def release(self, layout: Layout, columns: Sequence[str]) -> None:
+        """Lets go of the tensors of `columns`."""
         ...
 
     def sum_squares_(self, slots: Tensor, tensors: Sequence[Tensor], layout: Layout) -> None:

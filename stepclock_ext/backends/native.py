@@ -62,6 +62,11 @@ class NativeBackend:
             and is_dense(tensor)
         )
 
+    def release(self, layout: Layout, columns: Sequence[str]) -> None:
+        bound = layout.cache.get("bound", {})
+        for column in columns:
+            bound.pop(column, None)
+
     def holds_same(self, dicts: list[dict[str, Any]], key: str, items: list[Any]) -> bool:
         """Whether each dict still holds, under `key`, the very object in `items`."""
         return bool(self._c.holds_same(dicts, key, items))

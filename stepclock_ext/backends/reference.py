@@ -44,6 +44,9 @@ class ReferenceBackend:
     def supports(self, tensor: Tensor) -> bool:
         return tensor.layout == torch.strided and not tensor.is_meta
 
+    def release(self, layout: Layout, columns: Sequence[str]) -> None:
+        """Nothing is kept between ops."""
+
     def sum_squares_(self, slots: Tensor, tensors: Sequence[Tensor], layout: Layout) -> None:
         for tensor, first in zip(tensors, layout.first_slots, strict=True):
             for i, chunk in enumerate(torch.split(_flat(tensor), CHUNK_ELEMENTS)):
