@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import attrgetter, is_
 
 import torch
 from torch import Tensor
@@ -153,9 +152,10 @@ class Accumulator:
                 f"ClockedOptimizer: a hook took the gradient of {self._name_of(self._taken)!r} "
                 "during backward; remove the hook, or call discard()"
             )
-        grads = self.grads()
+        plain = self._gather_plain()
+        grads = self.grads() if plain is None else plain
         self._check_held(grads)
-        if self._are_plain(grads):
+        if plain is not None:
             return WindowGradients(grads, self.rows.every_row, ())
         walked: list[int] = []
         odd: list[int] = []
@@ -193,17 +193,12 @@ class Accumulator:
                 "(model.zero_grad(), or p.grad = ...); change it in place, or call discard()"
             )
 
-    def _are_plain(self, grads: list[Tensor | None]) -> bool:
-        """The common case, by the fewest calls: all there, all walkable as they are."""
+    def _gather_plain(self) -> list[Tensor | None] | None:
+        """The common case in one pass: all there, all walkable as they are. None if not so."""
         rows = self.rows
-        if not rows.all_walked or not rows.contiguous or any(g is None for g in grads):
-            return False
-        if not all(map(is_, map(_dtype_of, grads), rows.dtypes)):
-            return False
-        try:
-            return all(map(Tensor.is_contiguous, grads))  # type: ignore[arg-type]
-        except RuntimeError:  # a sparse tensor has no contiguity
-            return False
+        if not rows.all_walked or not rows.contiguous:
+            return None
+        return ops.gather_gradients(rows.params, rows.layout(rows.every_row))  # type: ignore[return-value]
 
     def _walkable(self, row: int, grad: Tensor) -> Tensor:
         """`grad`, or its values in the parameter's memory layout, stored back as ``.grad``."""
@@ -264,9 +259,6 @@ class Accumulator:
             self._ridden[row] = (accumulator, accumulator._version)
 
         return merge
-
-
-_dtype_of = attrgetter("dtype")
 
 
 def _fits(grad: Tensor, p: Tensor) -> bool:

@@ -56,6 +56,7 @@ __all__ = [
     "chunk_sizes",
     "clip_factor",
     "coefficient_",
+    "gather_gradients",
     "holds_same",
     "make_backend",
     "make_slots",
@@ -68,6 +69,18 @@ __all__ = [
     "sgd_",
     "sum_squares_",
 ]
+
+
+def gather_gradients(params: list[Tensor], layout: Layout) -> list[Tensor] | None:
+    """The gradients of contiguous `params`, if each is there and fits its row as it is.
+
+    One visit to each tensor instead of one for every question; None where there is no such
+    shortcut, or where a gradient is missing, strided otherwise, or of another dtype.
+    """
+    grads = layout.backend.gather_gradients(params, layout)
+    if grads is not None:
+        layout.verified["GRAD"] = grads
+    return grads
 
 
 def holds_same(

@@ -32,11 +32,11 @@ class ParameterRows:
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], backend: ops.Backend) -> None:
         self.params: list[Tensor] = []
-        self.group_rows: list[range] = []
+        self.group_rows: list[tuple[int, ...]] = []
         for group in groups:
             start = len(self.params)
             self.params.extend(group["params"])
-            self.group_rows.append(range(start, len(self.params)))
+            self.group_rows.append(tuple(range(start, len(self.params))))
         self.backend = backend
         self.reference = ops.make_backend("reference")
         supported = [backend.supports(p) for p in self.params]

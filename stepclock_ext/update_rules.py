@@ -7,7 +7,6 @@ optimizer's ``state_dict`` is the same with us and without.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -24,19 +23,14 @@ class BoundGroup:
     """A group's parameters and state tensors as lists, for one set of present gradients."""
 
     layout: ops.Layout
-    state: Any  # the inner optimizer's mapping
     params: list[Tensor]
     dicts: list[dict[str, Any]]
     columns: dict[str, list[Tensor]]
     first: bool = False  # SGD: the momentum buffers are not filled yet
 
-    def is_current(self, inner: Optimizer, layout: ops.Layout, keys: list[str]) -> bool:
-        """Whether the optimizer still holds these very tensors for these rows."""
-        if self.first or layout is not self.layout or inner.state is not self.state:
-            return False
-        if keys != list(self.columns):
-            return False
-        if self.dicts and not all(map(is_, map(self.state.get, self.params), self.dicts)):
+    def is_current(self, layout: ops.Layout, keys: list[str]) -> bool:
+        """Whether the state dicts still hold these very tensors for these rows."""
+        if self.first or layout is not self.layout or keys != list(self.columns):
             return False
         return all(
             ops.holds_same(self.layout.backend, self.dicts, key, column)
@@ -73,7 +67,7 @@ class AdamRule:
             if not state:
                 _start_adam(state, p, group)
         columns = {key: [state[key] for state in dicts] for key in self.keys(group)}
-        return _fitting(BoundGroup(layout, inner.state, params, dicts, columns))
+        return _fitting(BoundGroup(layout, params, dicts, columns))
 
     def run(
         self, group: dict[str, Any], bound: BoundGroup, grads: list[Tensor], stats: Tensor
@@ -109,7 +103,7 @@ class SgdRule:
         self, inner: Optimizer, group: dict[str, Any], params: list[Tensor], layout: ops.Layout
     ) -> BoundGroup | None:
         if group["momentum"] == 0:
-            return _fitting(BoundGroup(layout, inner.state, params, [], {}))
+            return _fitting(BoundGroup(layout, params, [], {}))
         dicts = [inner.state[p] for p in params]
         buffers = [state.get("momentum_buffer") for state in dicts]
         first = all(buffer is None for buffer in buffers)
@@ -119,7 +113,7 @@ class SgdRule:
         elif any(buffer is None for buffer in buffers):
             return None  # parameters that joined later: rare enough for the inner step
         columns = {"momentum_buffer": buffers}
-        return _fitting(BoundGroup(layout, inner.state, params, dicts, columns, first))
+        return _fitting(BoundGroup(layout, params, dicts, columns, first))
 
     def run(
         self, group: dict[str, Any], bound: BoundGroup, grads: list[Tensor], stats: Tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class Updater:
         self.group_indices = list(group_indices)
         self._rule = RULES.get(type(inner))
         self._bound: dict[int, BoundGroup] = {}
+        self._states: list[Any] = []  # what the inner state held when groups were bound
 
     def check(self, rows: ParameterRows, gradients: WindowGradients, names: Sequence[str]) -> None:
         """Refuses, before anything moves, gradients the optimizer cannot take.
@@ -80,7 +82,7 @@ class Updater:
         """Rows with a gradient, for each group of the inner optimizer."""
         grads = gradients.grads
         if gradients.is_complete:
-            return [tuple(rows.group_rows[index]) for index in self.group_indices]
+            return [rows.group_rows[index] for index in self.group_indices]
         return [
             tuple(row for row in rows.group_rows[index] if grads[row] is not None)
             for index in self.group_indices
@@ -102,6 +104,7 @@ class Updater:
         if odd and any(not odd.isdisjoint(group) for group in groups):
             return None
         plans = []
+        self._drop_stale_bounds()
         for group, group_rows in zip(self.inner.param_groups, groups, strict=True):
             if not group_rows:
                 continue
@@ -115,6 +118,12 @@ class Updater:
             plans.append(_RulePlan(self._rule, group, bound, grads))
         return plans
 
+    def _drop_stale_bounds(self) -> None:
+        """Forgets bound groups where a parameter's state dict was replaced, or one was added."""
+        now = self.inner.state.values()
+        if len(now) != len(self._states) or not all(map(is_, now, self._states)):
+            self._bound.clear()
+
     def _bind(
         self, rows: ParameterRows, group: dict[str, Any], group_rows: tuple[int, ...]
     ) -> BoundGroup | None:
@@ -122,7 +131,7 @@ class Updater:
         assert self._rule is not None
         bound = self._bound.get(id(group))
         layout = rows.layout(group_rows)
-        if bound is not None and bound.is_current(self.inner, layout, self._rule.keys(group)):
+        if bound is not None and bound.is_current(layout, self._rule.keys(group)):
             return bound
         params = [rows.params[row] for row in group_rows]
         bound = self._rule.bind(self.inner, group, params, layout)
@@ -130,6 +139,7 @@ class Updater:
             self._bound.pop(id(group), None)
         else:
             self._bound[id(group)] = bound
+            self._states = list(self.inner.state.values())
         return bound
 
     def _update_by_step(
@@ -173,8 +183,8 @@ def _run_rules(inner: Optimizer, plans: list[_RulePlan], stats: Tensor) -> None:
         grads = plan.grads
         if inner._optimizer_step_pre_hooks:  # one of them may have put another gradient there
             grads = [p.grad for p in plan.bound.params if p.grad is not None]
-        plan.rule.run(plan.group, plan.bound, grads, stats)
         torch.autograd.graph.increment_version(plan.bound.params)
+        plan.rule.run(plan.group, plan.bound, grads, stats)
 
 
 def apply_in_place(

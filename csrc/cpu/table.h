@@ -37,6 +37,7 @@ class Table {
   int64_t num_rows() const { return static_cast<int64_t>(num_elements_.size()); }
   const std::vector<Chunk>& chunks() const { return chunks_; }
   DType dtype(int64_t row) const { return dtypes_[row]; }
+  int64_t num_elements(int64_t row) const { return num_elements_[row]; }
 
   // Points a column at new addresses, one a row. True if any differs from before.
   bool set_column(Column column, std::vector<uintptr_t> addresses);

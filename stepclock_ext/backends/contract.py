@@ -220,6 +220,13 @@ class Backend(Protocol):
         """Lets go of the tensors of `columns`."""
         ...
 
+    def gather_gradients(self, params: list[Tensor], layout: Layout) -> list[Tensor] | None:
+        """The gradients of contiguous `params`, if each is there and fits its row as it is.
+
+        A shortcut; None says nothing about them.
+        """
+        ...
+
     def sum_squares_(self, slots: Tensor, tensors: Sequence[Tensor], layout: Layout) -> None:
         """Each chunk's sum of squares into its slot."""
         ...

@@ -50,6 +50,9 @@ class NativeBackend:
         if module is None:
             raise RuntimeError(f"backend 'cpu': {status().reason}")
         self._c: Any = module
+        exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # torch >= 2.10
+        if exchange is not None:
+            module.use_exchange_api(exchange)
         self._grad = module.Column.GRAD
         self._columns = {name: int(column) for name, column in module.Column.__members__.items()}
 
@@ -156,13 +159,24 @@ class NativeBackend:
         address, threads = _coefficient_address(stats), torch.get_num_threads()
         self._c.sgd(table, settings, address, scalars.maximize, threads)
 
-    def _bind(self, layout: Layout, column: str, tensors: Sequence[Tensor]) -> Any:
-        """Points a column of the layout's table at `tensors`; returns the table."""
+    def gather_gradients(self, params: list[Tensor], layout: Layout) -> list[Tensor] | None:
+        """Each parameter's gradient, if all are there and fit `layout` as they are."""
+        grads: list[Tensor] | None = self._table(layout).gather_gradients(params)
+        if grads is not None:
+            layout.cache.setdefault("bound", {})["GRAD"] = grads
+        return grads
+
+    def _table(self, layout: Layout) -> Any:
         table = layout.cache.get(self.name)
         if table is None:
             codes = [_DTYPE_CODES[dtype] for dtype in layout.dtypes]
             table = self._c.Table(list(layout.num_elements), codes, list(layout.first_slots))
             layout.cache[self.name] = table
+        return table
+
+    def _bind(self, layout: Layout, column: str, tensors: Sequence[Tensor]) -> Any:
+        """Points a column of the layout's table at `tensors`; returns the table."""
+        table = self._table(layout)
         bound = layout.cache.setdefault("bound", {})
         same_list = bound.get(column) is tensors
         if same_list and column == "GRAD":  # the norm and the update of one window

@@ -47,6 +47,10 @@ class ReferenceBackend:
     def release(self, layout: Layout, columns: Sequence[str]) -> None:
         """Nothing is kept between ops."""
 
+    def gather_gradients(self, params: list[Tensor], layout: Layout) -> list[Tensor] | None:
+        """No shortcut."""
+        return None
+
     def sum_squares_(self, slots: Tensor, tensors: Sequence[Tensor], layout: Layout) -> None:
         for tensor, first in zip(tensors, layout.first_slots, strict=True):
             for i, chunk in enumerate(torch.split(_flat(tensor), CHUNK_ELEMENTS)):
