@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from . import arguments, closure_step, ops, wrapper_state
 from .accumulator import WindowGradients
 from .clock import StepClock
+from .eager import run_eagerly
 from .facade import OptimizerFacade
 from .loss_scale import LossScale
 from .norm import Measurement
@@ -142,6 +143,7 @@ class ClockedOptimizer(OptimizerFacade):
 
     # A micro step.
 
+    @run_eagerly
     def backward(self, loss: Tensor, *, weight: float | Tensor = 1.0) -> None:
         """Adds the gradient of ``weight * loss`` to the window.
 
@@ -174,6 +176,7 @@ class ClockedOptimizer(OptimizerFacade):
         window.add_weight(amount)
         window.add_loss(loss, amount)
 
+    @run_eagerly
     def step(self, closure: Callable[[], Any] | None = None) -> StepInfo:  # type: ignore[override]
         """Ends a micro step; at the end of a window, updates.
 
@@ -206,6 +209,7 @@ class ClockedOptimizer(OptimizerFacade):
         self.clock.tick_micro(window.end_micro_step())
         return self._close_window()
 
+    @run_eagerly
     def flush(self) -> StepInfo:
         """Updates with what an open window holds; without one, does nothing."""
         self._refuse_pending("flush")
@@ -215,6 +219,7 @@ class ClockedOptimizer(OptimizerFacade):
         self._schedulers.refuse_ended()
         return self._close_window()
 
+    @run_eagerly
     def end_epoch(self) -> StepInfo:
         """Ends an epoch: the tail is flushed, carried or dropped, and the position starts again."""
         self._refuse_pending("end_epoch")
