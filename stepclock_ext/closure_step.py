@@ -38,7 +38,6 @@ def run_closure(opt: ClockedOptimizer, closure: Callable[[], Any]) -> None:
         if isinstance(loss, (Tensor, float, int)):
             window.loss_known = True
             window.add_loss(loss, 1.0)
-    opt._pass.accumulator.mark_seen()
 
 
 def step_by_closure(opt: ClockedOptimizer, closure: Callable[[], Any] | None) -> StepInfo:

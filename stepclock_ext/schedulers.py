@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 from torch.optim import Optimizer
@@ -135,6 +135,6 @@ def _mark_stepped(optimizer: Optimizer) -> None:
     marked: Any = optimizer
     marked._opt_called = True
     if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        step = partial(optimizer.step)
+        step = update_wrapper(partial(optimizer.step), type(optimizer).step)
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         marked.step = step

@@ -14,23 +14,27 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from . import ops
+from .parameters import ParameterRows
 
 __all__ = ["RULES", "BoundGroup", "Rule"]
+
+Rows = tuple[int, ...]
 
 
 @dataclass(eq=False)
 class BoundGroup:
     """A group's parameters and state tensors as lists, for one set of present gradients."""
 
+    rows: tuple[int, ...]
     layout: ops.Layout
     params: list[Tensor]
     dicts: list[dict[str, Any]]
     columns: dict[str, list[Tensor]]
     first: bool = False  # SGD: the momentum buffers are not filled yet
 
-    def is_current(self, layout: ops.Layout, keys: list[str]) -> bool:
-        """Whether the state dicts still hold these very tensors for these rows."""
-        if self.first or layout is not self.layout or keys != list(self.columns):
+    def is_current(self, keys: list[str]) -> bool:
+        """Whether the state dicts still hold these very tensors, under these keys."""
+        if self.first or keys != list(self.columns):
             return False
         return all(
             ops.holds_same(self.layout.backend, self.dicts, key, column)
@@ -42,8 +46,8 @@ class Rule(Protocol):
     def keys(self, group: dict[str, Any]) -> list[str]: ...
 
     def bind(
-        self, inner: Optimizer, group: dict[str, Any], params: list[Tensor], layout: ops.Layout
-    ) -> BoundGroup | None: ...
+        self, inner: Optimizer, group: dict[str, Any], rows: ParameterRows, group_rows: Rows
+    ) -> list[BoundGroup] | None: ...
 
     def run(
         self, group: dict[str, Any], bound: BoundGroup, grads: list[Tensor], stats: Tensor
@@ -60,14 +64,15 @@ class AdamRule:
         return ["step", "exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(group["amsgrad"])
 
     def bind(
-        self, inner: Optimizer, group: dict[str, Any], params: list[Tensor], layout: ops.Layout
-    ) -> BoundGroup | None:
+        self, inner: Optimizer, group: dict[str, Any], rows: ParameterRows, group_rows: Rows
+    ) -> list[BoundGroup] | None:
+        params = [rows.params[row] for row in group_rows]
         dicts = [inner.state[p] for p in params]
         for p, state in zip(params, dicts, strict=True):
             if not state:
                 _start_adam(state, p, group)
         columns = {key: [state[key] for state in dicts] for key in self.keys(group)}
-        return _fitting(BoundGroup(layout, params, dicts, columns))
+        return _fitting([BoundGroup(group_rows, rows.layout(group_rows), params, dicts, columns)])
 
     def run(
         self, group: dict[str, Any], bound: BoundGroup, grads: list[Tensor], stats: Tensor
@@ -100,20 +105,33 @@ class SgdRule:
         return ["momentum_buffer"] * (group["momentum"] != 0)
 
     def bind(
-        self, inner: Optimizer, group: dict[str, Any], params: list[Tensor], layout: ops.Layout
-    ) -> BoundGroup | None:
+        self, inner: Optimizer, group: dict[str, Any], rows: ParameterRows, group_rows: Rows
+    ) -> list[BoundGroup] | None:
         if group["momentum"] == 0:
-            return _fitting(BoundGroup(layout, params, [], {}))
+            params = [rows.params[row] for row in group_rows]
+            return _fitting([BoundGroup(group_rows, rows.layout(group_rows), params, [], {})])
+        started = {row for row in group_rows if _buffer(inner, rows.params[row]) is not None}
+        parts = [
+            tuple(row for row in group_rows if (row in started) == old) for old in (True, False)
+        ]
+        return _fitting(
+            [self._bind_part(inner, rows, part, part[0] not in started) for part in parts if part]
+        )
+
+    def _bind_part(
+        self, inner: Optimizer, rows: ParameterRows, part: Rows, first: bool
+    ) -> BoundGroup:
+        """Rows whose buffers are all filled, or all to be made by this update."""
+        params = [rows.params[row] for row in part]
         dicts = [inner.state[p] for p in params]
-        buffers = [state.get("momentum_buffer") for state in dicts]
-        first = all(buffer is None for buffer in buffers)
         if first:
-            like = [torch.empty_like(p, memory_format=torch.preserve_format) for p in params]
-            buffers = [buffer.detach() for buffer in like]
-        elif any(buffer is None for buffer in buffers):
-            return None  # parameters that joined later: rare enough for the inner step
+            buffers = [
+                torch.empty_like(p, memory_format=torch.preserve_format).detach() for p in params
+            ]
+        else:
+            buffers = [state["momentum_buffer"] for state in dicts]
         columns = {"momentum_buffer": buffers}
-        return _fitting(BoundGroup(layout, params, dicts, columns, first))
+        return BoundGroup(part, rows.layout(part), params, dicts, columns, first)
 
     def run(
         self, group: dict[str, Any], bound: BoundGroup, grads: list[Tensor], stats: Tensor
@@ -150,17 +168,24 @@ _COLUMN_OF = {
 }
 
 
-def _fitting(bound: BoundGroup) -> BoundGroup | None:
-    """`bound`, or None where a loaded or replaced state does not lie like its parameter."""
+def _buffer(inner: Optimizer, p: Tensor) -> Tensor | None:
+    """The momentum buffer of `p`, if it has one; makes no state."""
+    buffer: Tensor | None = inner.state.get(p, {}).get("momentum_buffer")
+    return buffer
+
+
+def _fitting(parts: list[BoundGroup]) -> list[BoundGroup] | None:
+    """`parts`, or None where a loaded or replaced state does not lie like its parameter."""
     try:
-        bound.layout.verify("PARAM", bound.params)
-        for key, tensors in bound.columns.items():
-            if not all(isinstance(t, Tensor) for t in tensors):
-                return None
-            bound.layout.verify(_COLUMN_OF[key], tensors)
+        for bound in parts:
+            bound.layout.verify("PARAM", bound.params)
+            for key, tensors in bound.columns.items():
+                if not all(isinstance(t, Tensor) for t in tensors):
+                    return None
+                bound.layout.verify(_COLUMN_OF[key], tensors)
     except (TypeError, ValueError):
         return None
-    return bound
+    return parts
 
 
 def _start_adam(state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> None:

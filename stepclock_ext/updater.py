@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -38,7 +39,7 @@ class Updater:
         self.inner = inner
         self.group_indices = list(group_indices)
         self._rule = RULES.get(type(inner))
-        self._bound: dict[int, BoundGroup] = {}
+        self._bound: dict[int, tuple[tuple[int, ...], list[BoundGroup]]] = {}
         self._states: list[Any] = []  # what the inner state held when groups were bound
 
     def check(self, rows: ParameterRows, gradients: WindowGradients, names: Sequence[str]) -> None:
@@ -90,10 +91,7 @@ class Updater:
 
     def _is_stock_step(self) -> bool:
         """A fused rule exists, and nobody but torch's schedulers has wrapped ``step``."""
-        if self._rule is None:
-            return False
-        patched = self.inner.__dict__.get("step")
-        return patched is None or getattr(patched, "_wrapped_by_lr_sched", False)
+        return self._rule is not None and _has_own_step(self.inner)
 
     def _plan_rules(
         self, rows: ParameterRows, groups: list[tuple[int, ...]], gradients: WindowGradients
@@ -108,14 +106,13 @@ class Updater:
         for group, group_rows in zip(self.inner.param_groups, groups, strict=True):
             if not group_rows:
                 continue
-            if group.get("capturable"):
+            parts = None if group.get("capturable") else self._bind(rows, group, group_rows)
+            if parts is None:
                 return None
-            bound = self._bind(rows, group, group_rows)
-            if bound is None:
-                return None
-            grads = gradients.of(group_rows)
-            bound.layout.verified["GRAD"] = grads  # collect() made them fit
-            plans.append(_RulePlan(self._rule, group, bound, grads))
+            for bound in parts:
+                grads = gradients.of(bound.rows)
+                bound.layout.verified["GRAD"] = grads  # collect() made them fit
+                plans.append(_RulePlan(self._rule, group, bound, grads))
         return plans
 
     def _drop_stale_bounds(self) -> None:
@@ -126,21 +123,19 @@ class Updater:
 
     def _bind(
         self, rows: ParameterRows, group: dict[str, Any], group_rows: tuple[int, ...]
-    ) -> BoundGroup | None:
+    ) -> list[BoundGroup] | None:
         """The group's state tensors, checked; reused while they are the same objects."""
         assert self._rule is not None
-        bound = self._bound.get(id(group))
-        layout = rows.layout(group_rows)
-        if bound is not None and bound.is_current(layout, self._rule.keys(group)):
-            return bound
-        params = [rows.params[row] for row in group_rows]
-        bound = self._rule.bind(self.inner, group, params, layout)
-        if bound is None:
-            self._bound.pop(id(group), None)
-        else:
-            self._bound[id(group)] = bound
+        bound_rows, parts = self._bound.get(id(group), ((), []))
+        keys = self._rule.keys(group)
+        if bound_rows == group_rows and all(part.is_current(keys) for part in parts):
+            return parts
+        self._bound.pop(id(group), None)
+        fresh = self._rule.bind(self.inner, group, rows, group_rows)
+        if fresh is not None:
+            self._bound[id(group)] = (group_rows, fresh)
             self._states = list(self.inner.state.values())
-        return bound
+        return fresh
 
     def _update_by_step(
         self,
@@ -152,7 +147,7 @@ class Updater:
     ) -> None:
         coefficient = measurement.coefficient
         by_scale = coefficient != 1.0 and not hooked and not gradients.odd
-        if by_scale and _takes_grad_scale(self.inner):
+        if by_scale and _takes_grad_scale(self.inner, rows, groups, coefficient):
             _step_with_grad_scale(self.inner, coefficient)
             return
         apply_in_place(rows, gradients, measurement, chain.from_iterable(groups))
@@ -219,11 +214,28 @@ def apply_in_place(
         (grad.values() if grad.is_sparse else grad).detach().mul_(measurement.coefficient)
 
 
-def _takes_grad_scale(inner: Optimizer) -> bool:
-    """torch's fused optimizers divide by ``grad_scale`` themselves, as ``GradScaler`` uses it."""
-    stock = type(inner).__module__.startswith("torch.optim")
-    fused = all(group.get("fused") for group in inner.param_groups)
-    return stock and fused and getattr(inner, "_step_supports_amp_scaling", False)
+def _has_own_step(inner: Optimizer) -> bool:
+    """Whether ``inner.step`` is its class's, bare or as torch's schedulers wrap it."""
+    patched = inner.__dict__.get("step")
+    return patched is None or getattr(patched, "__wrapped__", None) is type(inner).step
+
+
+def _takes_grad_scale(
+    inner: Optimizer, rows: ParameterRows, groups: list[tuple[int, ...]], coefficient: float
+) -> bool:
+    """torch's fused optimizers divide by ``grad_scale`` themselves, as ``GradScaler`` uses it.
+
+    It is an fp32 value there: too coarse for fp64, and of no use where the coefficient has no
+    finite reciprocal.
+    """
+    if not type(inner).__module__.startswith("torch.optim") or not _has_own_step(inner):
+        return False
+    if not getattr(inner, "_step_supports_amp_scaling", False):
+        return False
+    if not all(group.get("fused") for group in inner.param_groups):
+        return False
+    narrow = all(rows.dtypes[row].itemsize <= 4 for group in groups for row in group)
+    return narrow and 0.0 < coefficient < math.inf
 
 
 def _step_with_grad_scale(inner: Optimizer, coefficient: float) -> None:
