@@ -125,7 +125,7 @@ class OursLoop:
         self._hooks = []
         for row, p in enumerate(self.params):
             assert p.grad is not None
-            self._hooks.append((accumulator._hook(row, p.grad), p))
+            self._hooks.append((accumulator.ride.hook(row, p.grad), p))
             p.grad = self.grads[row] * SCALE
 
     def accumulate_and_update(self) -> None:

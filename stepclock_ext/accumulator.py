@@ -1,28 +1,21 @@
 """Where a micro gradient goes: a parameter's own ``.grad``, watched over a whole window.
 
-Autograd keeps the first gradient of a window and adds the others in place. In the last micro step
-of a window the accumulators of large parameters are set aside, so that autograd hands each gradient
-over alone; a hook adds it and writes its chunk sums in the same pass (the norm rides along).
+Autograd keeps the first gradient of a window and adds the others in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from . import ops
+from .norm_ride import NormRide
 from .parameters import ParameterRows
 
 __all__ = ["Accumulator", "WindowGradients"]
-
-# A hook costs some 10 microseconds of Python. From here on it saves more than that: 64 Ki fp32
-# elements are 256 KiB, which one read pass fetches in about 10 microseconds at 25 GB/s.
-RIDE_MIN_ELEMENTS = 65536
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +63,7 @@ class Accumulator:
         self._name_of = name_of
         self._held: list[Tensor | None] | None = None
         self._seen: list[tuple[int, int]] = []
-        self._taken: int | None = None
-        self._ridden: dict[int, tuple[Tensor, int]] = {}
+        self.ride = NormRide(rows, self.slots)
 
     def grads(self) -> list[Tensor | None]:
         """Each parameter's ``.grad`` as it is."""
@@ -118,30 +110,9 @@ class Accumulator:
             p.grad = None
         self._held = None
         self._seen = []
-        self._taken = None
-        if self._ridden:
-            self._ridden.clear()
+        self.ride.clear()
         self.slots.zero_()
         self.rows.release_gradients()
-
-    @contextmanager
-    def riding(self) -> Iterator[None]:
-        """Around the last backward of a window: its chunk sums are written as gradients arrive."""
-        rideable = ((row, self._set_aside(row)) for row in self._rideable())
-        set_aside = {row: grad for row, grad in rideable if grad is not None}
-        handles = [
-            self._register(self.rows.params[row], self._hook(row, grad))
-            for row, grad in set_aside.items()
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for row, grad in set_aside.items():
-                p = self.rows.params[row]
-                if p.grad is None and self._taken != row:  # not part of this micro step
-                    p.grad = grad
 
     def collect(self) -> WindowGradients:
         """The window's gradients; odd ones are made walkable where that is exact.
@@ -150,9 +121,9 @@ class Accumulator:
             RuntimeError: an accumulator of the window is gone, or a hook took a gradient.
             TypeError: a gradient's layout is neither strided nor sparse COO.
         """
-        if self._taken is not None:
+        if self.ride.taken is not None:
             raise RuntimeError(
-                f"ClockedOptimizer: a hook took the gradient of {self._name_of(self._taken)!r} "
+                f"ClockedOptimizer: a hook took the gradient of {self._name_of(self.ride.taken)!r} "
                 "during backward; remove the hook, or call discard()"
             )
         plain = self._gather_plain()
@@ -166,20 +137,15 @@ class Accumulator:
             if grad is None:
                 continue
             grads[row] = grad = self._walkable(row, grad)
-            fits = row in self.rows.walked and grad.layout == torch.strided
-            (walked if fits and grad.dtype == self.rows.dtypes[row] else odd).append(row)
+            (walked if self._is_walkable(row, grad) else odd).append(row)
         return WindowGradients(grads, tuple(walked), tuple(odd))
 
     def unmeasured(self, gradients: WindowGradients) -> tuple[int, ...]:
         """Walked rows whose chunk sums are not those of the gradient as it is now."""
-        if not self._ridden:
+        if self.ride.is_empty:
             return gradients.walked
         grads = gradients.grads
-        return tuple(row for row in gradients.walked if not self._is_measured(row, grads[row]))
-
-    def _is_measured(self, row: int, grad: Tensor | None) -> bool:
-        accumulator, version = self._ridden.get(row, (None, 0))
-        return grad is not None and grad is accumulator and grad._version == version
+        return tuple(row for row in gradients.walked if not self.ride.is_measured(row, grads[row]))
 
     def _check_held(self, grads: list[Tensor | None]) -> None:
         """Autograd adds in place, so within a window an accumulator stays the object it was."""
@@ -203,6 +169,16 @@ class Accumulator:
             return None
         return ops.gather_gradients(rows.params, rows.layout(rows.every_row))  # type: ignore[return-value]
 
+    def _is_walkable(self, row: int, grad: Tensor) -> bool:
+        """Whether the fast backend may walk the row; where ``p.data`` was replaced, it may not."""
+        rows = self.rows
+        if row not in rows.walked or grad.layout != torch.strided:
+            return False
+        if not rows.fits(row):
+            rows.is_stale = True
+            return False
+        return grad.dtype == rows.dtypes[row] and grad.shape == rows.params[row].shape
+
     def _walkable(self, row: int, grad: Tensor) -> Tensor:
         """`grad`, or its values in the parameter's memory layout, stored back as ``.grad``."""
         p = self.rows.params[row]
@@ -215,59 +191,15 @@ class Accumulator:
                 f"ClockedOptimizer: the gradient of {self._name_of(row)!r} must be strided or "
                 f"sparse COO, got {grad.layout}; convert it with p.grad = p.grad.to_dense()"
             )
+        if row not in self.rows.walked:
+            overlaps = any(s == 0 and n > 1 for s, n in zip(grad.stride(), grad.shape, strict=True))
+            if overlaps:  # an expanded gradient cannot be scaled in place
+                p.grad = grad = grad.clone(memory_format=torch.contiguous_format)
+            return grad
         same = grad.is_contiguous() if p.is_contiguous() else grad.stride() == p.stride()
-        if row not in self.rows.walked or (same and not grad.is_conj()):
+        if same and not grad.is_conj():
             return grad
         packed = torch.empty_like(p, dtype=grad.dtype, memory_format=torch.preserve_format)
         packed = packed.detach().copy_(grad)
         p.grad = packed
         return packed
-
-    def _rideable(self) -> list[int]:
-        """Rows whose accumulator may be set aside: large, dense, and nobody else's business."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return []  # a reducer works on .grad itself
-        sizes = self.rows.params
-        return [row for row in self.rows.walked if sizes[row].numel() >= RIDE_MIN_ELEMENTS]
-
-    def _set_aside(self, row: int) -> Tensor | None:
-        p = self.rows.params[row]
-        grad = p.grad
-        if grad is None or grad.requires_grad or not _fits(grad, p):
-            return None
-        if p._post_accumulate_grad_hooks:  # somebody's hook, which expects the sum so far
-            return None
-        p.grad = None
-        return grad
-
-    def _register(self, p: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
-        register: Callable[..., RemovableHandle] = p.register_post_accumulate_grad_hook
-        return register(hook)
-
-    def _hook(self, row: int, accumulator: Tensor) -> Callable[[Tensor], None]:
-        def merge(p: Tensor) -> None:
-            fresh = p.grad
-            if fresh is accumulator:  # a second visit in one backward: autograd added in place
-                self._ridden.pop(row, None)
-                return
-            if fresh is None:
-                self._taken = row
-                return
-            if fresh.requires_grad or not _fits(fresh, p):
-                p.grad = accumulator + fresh.to(accumulator.dtype)
-                return
-            layout = self.rows.layout((row,))
-            ops.accumulate_([accumulator], [fresh], layout, slots=self.slots)
-            layout.release("ACCUMULATOR", "GRAD")
-            torch.autograd.graph.increment_version(accumulator)
-            p.grad = accumulator
-            self._ridden[row] = (accumulator, accumulator._version)
-
-        return merge
-
-
-def _fits(grad: Tensor, p: Tensor) -> bool:
-    """Whether `grad` lies in memory as `p` does."""
-    if grad.layout != torch.strided or grad.dtype != p.dtype or grad.is_conj():
-        return False
-    return grad.is_contiguous() if p.is_contiguous() else grad.stride() == p.stride()

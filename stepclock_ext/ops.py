@@ -28,15 +28,17 @@ from torch import Tensor
 
 from .backends import backends, make_backend
 from .backends.contract import (
-    CHUNK_ELEMENTS,
     AdamScalars,
     AdamStates,
     Backend,
     BackendStatus,
-    Layout,
     SgdScalars,
-    chunk_sizes,
     clip_factor,
+)
+from .backends.layout import (
+    CHUNK_ELEMENTS,
+    Layout,
+    chunk_sizes,
     num_chunks,
     num_real,
     real_view,
@@ -183,11 +185,14 @@ def coefficient_(
         max_norm: infinity for no clip.
         maxima: the slots are magnitudes from `max_abs_`.
     """
+    _check_stats(stats)
+    _check_doubles("slots", slots, 0)
     layout.backend.coefficient_(stats, slots, divisor=divisor, max_norm=max_norm, maxima=maxima)
 
 
 def scale_(tensors: Sequence[Tensor], stats: Tensor, layout: Layout) -> None:
     """Multiplies `tensors` by the coefficient in `stats`."""
+    _check_stats(stats)
     layout.verify("GRAD", tensors)
     layout.backend.scale_(tensors, stats, layout)
 
@@ -215,6 +220,7 @@ def adam_(
     Raises:
         TypeError, ValueError: as `sum_squares_`.
     """
+    _check_stats(stats)
     layout.verify("PARAM", params)
     layout.verify("GRAD", grads)
     layout.verify("STEP", states.steps)
@@ -238,6 +244,7 @@ def sgd_(
     Momentum as ``torch.optim.SGD`` (Sutskever et al. 2013 with the learning rate outside the
     buffer). Arguments and errors as for `adam_`; `buffers` is None without momentum.
     """
+    _check_stats(stats)
     layout.verify("PARAM", params)
     layout.verify("GRAD", grads)
     if buffers is not None:
@@ -249,8 +256,18 @@ def _check_slots(slots: Tensor, layout: Layout) -> None:
     num_slots = layout.cache.get("num_slots")
     if num_slots is None:
         num_slots = layout.cache["num_slots"] = layout.num_slots
-    if slots.dtype != torch.float64 or slots.numel() < num_slots or not slots.is_contiguous():
-        raise ValueError(
-            f"slots must be fp64, contiguous, {num_slots} or more, got {slots.dtype}, "
-            f"{slots.numel()}"
-        )
+    _check_doubles("slots", slots, num_slots)
+
+
+def _check_stats(stats: Tensor) -> None:
+    _check_doubles("stats", stats, 3)
+
+
+def _check_doubles(name: str, tensor: Tensor, at_least: int) -> None:
+    """Kernels write these through their address."""
+    if tensor.dtype == torch.float64 and tensor.is_contiguous() and tensor.numel() >= at_least:
+        return
+    raise ValueError(
+        f"{name} must be fp64, contiguous, {at_least} elements or more, got {tensor.dtype}, "
+        f"strides {tensor.stride()}, {tensor.numel()} elements"
+    )

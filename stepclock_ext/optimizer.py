@@ -22,6 +22,7 @@ from .schedulers import AttachedSchedulers
 from .step_info import StepInfo
 from .update_pass import ClipSettings, UpdatePass
 from .window import Window
+from .window_settings import WindowSettings
 
 __all__ = ["ClockedOptimizer"]
 
@@ -100,45 +101,40 @@ class ClockedOptimizer(OptimizerFacade):
         if max_consecutive_skips is not None:
             arguments.check_count("max_consecutive_skips", max_consecutive_skips)
         self.max_consecutive_skips = max_consecutive_skips
-        self._loss_scale = arguments.check_loss_scale(loss_scale, self.nonfinite)
-        self._needs_closure = arguments.check_closure_optimizer(
-            self.optimizers, steps, self._loss_scale
-        )
-        self._steps = self._next_steps = steps
-        self._next_scale: tuple[LossScale | float | None] | None = None
+        scale = arguments.check_loss_scale(loss_scale, self.nonfinite)
+        self._needs_closure = arguments.check_closure_optimizer(self.optimizers, steps, scale)
+        self._settings = WindowSettings(steps, scale)
         self._model = model
         self.clock = StepClock()
-        self._window = Window()
-        self._consecutive_skips = 0
+        self._window = Window(scale=self._settings.scale)
         self._backend = ops.make_backend(backend)
         self._schedulers = AttachedSchedulers([self, *self.optimizers])
         self._build_pass()
         for scheduler in schedulers:
             self.attach(scheduler)
-        self._adopt_settings()
 
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro steps in a window, as in force. A new value takes effect at the next window."""
-        return self._steps
+        return self._settings.steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
         steps = arguments.check_count("gradient_accumulation_steps", value)
-        arguments.check_closure_optimizer(self.optimizers, steps, self._loss_scale)
-        self._next_steps = steps
+        arguments.check_closure_optimizer(self.optimizers, steps, self.loss_scale)
+        self._settings.next_steps = steps
         self._adopt_settings()
 
     @property
     def loss_scale(self) -> LossScale | float | None:
         """The current scale. A new value takes effect at the next window."""
-        return self._loss_scale
+        return self._settings.loss_scale
 
     @loss_scale.setter
     def loss_scale(self, value: LossScale | float | None) -> None:
         scale = arguments.check_loss_scale(value, self.nonfinite)
-        arguments.check_closure_optimizer(self.optimizers, self._next_steps, scale)
-        self._next_scale = (scale,)
+        arguments.check_closure_optimizer(self.optimizers, self._settings.steps, scale)
+        self._settings.next_loss_scale = (scale,)
         self._adopt_settings()
 
     # A micro step.
@@ -201,7 +197,7 @@ class ClockedOptimizer(OptimizerFacade):
         window = self._window
         if not window.is_pending:
             self._count_plain_backward()
-        if self.clock.micro_step_in_window + 1 < self._steps:
+        if self.clock.micro_step_in_window + 1 < self._settings.steps:
             self._pass.accumulator.hold()
             self.clock.tick_micro(window.end_micro_step())
             return self._info()
@@ -297,7 +293,7 @@ class ClockedOptimizer(OptimizerFacade):
     def __repr__(self) -> str:
         inner = ", ".join(type(inner).__name__ for inner in self.optimizers)
         return (
-            f"ClockedOptimizer({inner}, gradient_accumulation_steps={self._steps}, "
+            f"ClockedOptimizer({inner}, gradient_accumulation_steps={self._settings.steps}, "
             f"max_grad_norm={self._clip.max_grad_norm}, {self.clock!r})"
         )
 
@@ -329,9 +325,7 @@ class ClockedOptimizer(OptimizerFacade):
         lr = self._learning_rates()
         window, scale = self._window, self._reported_scale()
         self.clock.tick_update()
-        self._consecutive_skips = 0
-        if isinstance(self._loss_scale, LossScale):
-            self._loss_scale = self._loss_scale.after(True)
+        self._settings.settle(finite=True)
         self._start_window()
         self._opt_called = True  # torch's schedulers look for it before they step
         self._schedulers.step()
@@ -342,14 +336,12 @@ class ClockedOptimizer(OptimizerFacade):
         if self.nonfinite == "raise":
             raise self._pass.nonfinite_error("gradients are not finite", gradients, update)
         window, scale = self._window, self._reported_scale()
-        self._consecutive_skips += 1
         self.clock.tick_skip()
-        if isinstance(self._loss_scale, LossScale):
-            self._loss_scale = self._loss_scale.after(False)
+        self._settings.settle(finite=False)
         info = self._info(window, measurement, scale=scale, skipped=True)
         error = None
-        if self._consecutive_skips == self.max_consecutive_skips:
-            what = f"{self._consecutive_skips} skips in a row"
+        if self._settings.consecutive_skips == self.max_consecutive_skips:
+            what = f"{self.max_consecutive_skips} skips in a row"
             error = self._pass.nonfinite_error(what, gradients, update)
         self._start_window()
         if error is not None:
@@ -365,11 +357,8 @@ class ClockedOptimizer(OptimizerFacade):
     def _adopt_settings(self) -> None:
         if self.clock.micro_step_in_window or self._window.is_pending:
             return
-        self._steps = self._next_steps
-        if self._next_scale is not None:
-            (self._loss_scale,) = self._next_scale
-            self._next_scale = None
-        self._window.scale = self._scale_value() or 1.0
+        self._settings.adopt()
+        self._window.scale = self._settings.scale
 
     def _info(
         self,
@@ -412,15 +401,15 @@ class ClockedOptimizer(OptimizerFacade):
 
     def _riding(self) -> Any:
         """The norm rides on the last micro step of a window, where that one is known."""
-        is_last = self.clock.micro_step_in_window + 1 == self._steps
-        rides = is_last and self._clip.norm_type == 2.0 and self._steps > 1
-        return self._pass.accumulator.riding() if rides else nullcontext()
+        steps = self._settings.steps
+        is_last = self.clock.micro_step_in_window + 1 == steps
+        rides = is_last and steps > 1 and self._clip.norm_type == 2.0
+        return self._pass.accumulator.ride.riding() if rides else nullcontext()
 
     def _count_plain_backward(self) -> None:
         """A micro step of weight 1 by ``loss.backward()``, which knows no loss scale."""
-        if self._loss_scale is not None and any(
-            g is not None for g in self._pass.accumulator.grads()
-        ):
+        grads = self._pass.accumulator.grads()
+        if self.loss_scale is not None and any(grad is not None for grad in grads):
             raise RuntimeError(
                 "ClockedOptimizer.step: with a loss scale the backward must be opt.backward(loss), "
                 "which seeds it; plain loss.backward() was used"
@@ -431,12 +420,8 @@ class ClockedOptimizer(OptimizerFacade):
     def _learning_rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in self.param_groups)
 
-    def _scale_value(self) -> float | None:
-        scale = self._loss_scale
-        return scale.scale if isinstance(scale, LossScale) else scale
-
     def _reported_scale(self) -> float | None:
-        return None if self._loss_scale is None else self._window.scale
+        return None if self.loss_scale is None else self._window.scale
 
     def _refuse_broken(self, method: str) -> None:
         if self._window.broken:

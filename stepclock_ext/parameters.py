@@ -23,6 +23,7 @@ class ParameterRows:
         group_rows: rows of each group.
         every_row: all of them.
         dtypes: of each parameter, as it was when the snapshot was made.
+        is_stale: a parameter was found changed (``p.data`` replaced): renew the snapshot.
         walked: rows that the fast backend walks (dense, on its device, of a dtype it knows).
         contiguous: all of `walked` are contiguous, so a gradient need only be so too.
         first_slots: where each row's chunk sums begin. After the chunks of all rows comes one more
@@ -44,6 +45,9 @@ class ParameterRows:
         self.all_walked = all(supported)
         self.contiguous = all(self.params[row].is_contiguous() for row in self.walked)
         self.dtypes = [p.dtype for p in self.params]
+        self._shapes = [p.shape for p in self.params]
+        self._strides = [None if p.is_contiguous() else p.stride() for p in self.params]
+        self.is_stale = False
         self.first_slots: list[int] = []
         self.num_slots = 0
         for p in self.params:
@@ -55,11 +59,25 @@ class ParameterRows:
         self._layouts: dict[tuple[int, ...], ops.Layout] = {}
 
     def is_current(self, groups: Iterable[Mapping[str, Any]]) -> bool:
-        """Whether the groups still hold these very parameters."""
+        """Whether the groups still hold these very parameters, as they were."""
+        if self.is_stale:
+            return False
         lists = [group["params"] for group in groups]
         if [len(params) for params in lists] != [len(rows) for rows in self.group_rows]:
             return False
         return all(map(is_, chain.from_iterable(lists), self.params))
+
+    def of(self, rows: tuple[int, ...]) -> list[Tensor]:
+        """The parameters of some rows; for all rows, the very list that gradients come from."""
+        if len(rows) == len(self.params):
+            return self.params
+        return [self.params[row] for row in rows]
+
+    def fits(self, row: int) -> bool:
+        """Whether the parameter still has the dtype, shape and strides of the snapshot."""
+        p, strides = self.params[row], self._strides[row]
+        same = p.is_contiguous() if strides is None else p.stride() == strides
+        return same and p.dtype == self.dtypes[row] and p.shape == self._shapes[row]
 
     def layout(self, rows: tuple[int, ...]) -> ops.Layout:
         """The layout of some walked rows; kept, since windows repeat."""

@@ -87,9 +87,10 @@ class UpdatePass:
         )
 
     def update(self, gradients: WindowGradients, measurement: Measurement) -> None:
-        """Moves every optimizer once."""
-        for updater in self._updaters:
-            updater.update(self.rows, gradients, measurement)
+        """Moves every optimizer once; all have agreed before the first one moves."""
+        prepared = [updater.prepare(self.rows, gradients, self.names) for updater in self._updaters]
+        for updater, plans in zip(self._updaters, prepared, strict=True):
+            updater.update(self.rows, gradients, measurement, plans)
 
     def nonfinite_error(
         self, what: str, gradients: WindowGradients, update: int

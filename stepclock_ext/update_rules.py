@@ -66,7 +66,7 @@ class AdamRule:
     def bind(
         self, inner: Optimizer, group: dict[str, Any], rows: ParameterRows, group_rows: Rows
     ) -> list[BoundGroup] | None:
-        params = [rows.params[row] for row in group_rows]
+        params = rows.of(group_rows)
         dicts = [inner.state[p] for p in params]
         for p, state in zip(params, dicts, strict=True):
             if not state:
@@ -108,7 +108,7 @@ class SgdRule:
         self, inner: Optimizer, group: dict[str, Any], rows: ParameterRows, group_rows: Rows
     ) -> list[BoundGroup] | None:
         if group["momentum"] == 0:
-            params = [rows.params[row] for row in group_rows]
+            params = rows.of(group_rows)
             return _fitting([BoundGroup(group_rows, rows.layout(group_rows), params, [], {})])
         started = {row for row in group_rows if _buffer(inner, rows.params[row]) is not None}
         parts = [
@@ -122,7 +122,7 @@ class SgdRule:
         self, inner: Optimizer, rows: ParameterRows, part: Rows, first: bool
     ) -> BoundGroup:
         """Rows whose buffers are all filled, or all to be made by this update."""
-        params = [rows.params[row] for row in part]
+        params = rows.of(part)
         dicts = [inner.state[p] for p in params]
         if first:
             buffers = [

@@ -20,7 +20,7 @@ from .norm import Measurement
 from .parameters import ParameterRows
 from .update_rules import RULES, BoundGroup, Rule
 
-__all__ = ["Updater", "apply_in_place"]
+__all__ = ["RulePlan", "Updater", "apply_in_place"]
 
 
 class Updater:
@@ -59,13 +59,32 @@ class Updater:
                     "Embedding(sparse=False)"
                 )
 
+    def prepare(
+        self, rows: ParameterRows, gradients: WindowGradients, names: Sequence[str]
+    ) -> list[RulePlan] | None:
+        """What the fused rule will run; None where the inner ``step`` will do it.
+
+        Raises:
+            TypeError: a fused optimizer's state does not lie like its parameter any more.
+        """
+        groups = self._group_rows(rows, gradients)
+        plans = self._plan_rules(rows, groups, gradients) if self._is_stock_step() else None
+        if plans is None:
+            for group, group_rows in zip(self.inner.param_groups, groups, strict=True):
+                if group.get("fused"):
+                    _refuse_misfit(self.inner, rows, group_rows, names)
+        return plans
+
     def update(
-        self, rows: ParameterRows, gradients: WindowGradients, measurement: Measurement
+        self,
+        rows: ParameterRows,
+        gradients: WindowGradients,
+        measurement: Measurement,
+        plans: list[RulePlan] | None,
     ) -> None:
-        """Moves the inner optimizer's parameters once. Its step hooks fire."""
+        """Moves the inner optimizer's parameters once, as `prepare` found. Its step hooks fire."""
         groups = self._group_rows(rows, gradients)
         hooked = _has_step_hooks(self.inner)
-        plans = self._plan_rules(rows, groups, gradients) if self._is_stock_step() else None
         if plans is None:
             self._update_by_step(rows, groups, gradients, measurement, hooked)
             return
@@ -95,7 +114,7 @@ class Updater:
 
     def _plan_rules(
         self, rows: ParameterRows, groups: list[tuple[int, ...]], gradients: WindowGradients
-    ) -> list[_RulePlan] | None:
+    ) -> list[RulePlan] | None:
         """What the rule would run for each group; None if any group is not for it."""
         assert self._rule is not None
         odd = set(gradients.odd)
@@ -112,7 +131,7 @@ class Updater:
             for bound in parts:
                 grads = gradients.of(bound.rows)
                 bound.layout.verified["GRAD"] = grads  # collect() made them fit
-                plans.append(_RulePlan(self._rule, group, bound, grads))
+                plans.append(RulePlan(self._rule, group, bound, grads))
         return plans
 
     def _drop_stale_bounds(self) -> None:
@@ -155,7 +174,9 @@ class Updater:
 
 
 @dataclass(frozen=True, eq=False)
-class _RulePlan:
+class RulePlan:
+    """One call of a rule's kernel."""
+
     rule: Rule
     group: dict[str, Any]
     bound: BoundGroup
@@ -172,7 +193,7 @@ def _has_step_hooks(inner: Optimizer) -> bool:
 
 
 @Optimizer.profile_hook_step
-def _run_rules(inner: Optimizer, plans: list[_RulePlan], stats: Tensor) -> None:
+def _run_rules(inner: Optimizer, plans: list[RulePlan], stats: Tensor) -> None:
     """In the place of ``inner.step()``: torch's own decorator fires the step hooks around it."""
     for plan in plans:
         grads = plan.grads
@@ -212,6 +233,25 @@ def apply_in_place(
         grad = gradients.grads[row]
         assert grad is not None
         (grad.values() if grad.is_sparse else grad).detach().mul_(measurement.coefficient)
+
+
+def _refuse_misfit(
+    inner: Optimizer, rows: ParameterRows, group_rows: tuple[int, ...], names: Sequence[str]
+) -> None:
+    """torch's fused kernels pair memory blindly: a state of another size would be overrun."""
+    for row in group_rows:
+        p = rows.params[row]
+        for key, value in inner.state.get(p, {}).items():
+            if not isinstance(value, Tensor) or key == "step":
+                continue
+            if (value.shape, value.dtype, value.stride()) != (p.shape, p.dtype, p.stride()):
+                raise TypeError(
+                    f"ClockedOptimizer: {key!r} of {names[row]!r} must be {tuple(p.shape)} "
+                    f"{p.dtype} with strides {p.stride()}, as its parameter is now, got "
+                    f"{tuple(value.shape)} "
+                    f"{value.dtype} with strides {value.stride()}; build the optimizer anew after "
+                    "changing a parameter's data"
+                )
 
 
 def _has_own_step(inner: Optimizer) -> bool:

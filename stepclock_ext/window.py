@@ -69,7 +69,15 @@ class Window:
 
     @staticmethod
     def from_state_dict(state: dict[str, Any]) -> Window:
-        """The window that `state_dict` described."""
+        """The window that `state_dict` described.
+
+        Raises:
+            ValueError: `state` has other entries.
+        """
+        if state.keys() != vars(Window()).keys():
+            raise ValueError(
+                f"Window: the state must have {sorted(vars(Window()))}, got {sorted(state)}"
+            )
         loss_sum = state["loss_sum"]
         tensor = None if loss_sum is None else torch.tensor(loss_sum, dtype=torch.float64)
         return Window(**{**state, "loss_sum": tensor})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from . import ops
+from .clock import StepClock
 from .loss_scale import LossScale
 from .window import Window
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["load", "pack", "save", "unpack"]
 
 _VERSION = 1
+_WHERE = "ClockedOptimizer.load_state_dict"
 # Rebuilt from the rest when a wrapper is copied or unpickled.
 _DERIVED = ("_pass",)
 
@@ -37,7 +40,7 @@ def save(opt: ClockedOptimizer) -> dict[str, Any]:
 
 
 def _save_own(opt: ClockedOptimizer) -> dict[str, Any]:
-    scale = opt._loss_scale
+    scale = opt.loss_scale
     return {
         "version": _VERSION,
         "clock": opt.clock.state_dict(),
@@ -46,17 +49,17 @@ def _save_own(opt: ClockedOptimizer) -> dict[str, Any]:
             row: grad.detach().clone() for row, grad in opt._pass.accumulator.held().items()
         },
         "loss_scale": scale.state_dict() if isinstance(scale, LossScale) else scale,
-        "consecutive_skips": opt._consecutive_skips,
+        "consecutive_skips": opt._settings.consecutive_skips,
         "schedulers": opt._schedulers.state_dict(),
     }
 
 
 def load(opt: ClockedOptimizer, state: dict[str, Any]) -> None:
-    """Takes over a saved state. Everything is checked before anything changes."""
-    own = state.get("stepclock")
+    """Takes over a saved state. Everything is read and checked before anything changes."""
+    if not isinstance(state, dict):
+        raise TypeError(f"{_WHERE}: the state must be a dict, got {type(state).__name__}")
     _check_groups(opt, state)
-    if own is not None:
-        _check_own(opt, own)
+    own = None if "stepclock" not in state else _read_own(opt, state["stepclock"])
     first_group = first_row = 0
     for inner in opt.optimizers:
         groups = state["param_groups"][first_group : first_group + len(inner.param_groups)]
@@ -68,7 +71,7 @@ def load(opt: ClockedOptimizer, state: dict[str, Any]) -> None:
     opt._start_window()
     opt._build_pass()  # lets go of the state tensors that were replaced
     if own is not None:
-        _load_own(opt, own)
+        _apply_own(opt, own)
 
 
 def _part(state: dict[str, Any], groups: list[dict[str, Any]], first: int) -> dict[str, Any]:
@@ -82,56 +85,88 @@ def _part(state: dict[str, Any], groups: list[dict[str, Any]], first: int) -> di
 def _check_groups(opt: ClockedOptimizer, state: dict[str, Any]) -> None:
     if not {"state", "param_groups"} <= state.keys():
         raise ValueError(
-            "ClockedOptimizer.load_state_dict: the state lacks 'state' and 'param_groups', got "
-            f"{sorted(map(str, state))}; pass what state_dict() gave"
+            f"{_WHERE}: the state lacks 'state' and 'param_groups', got {sorted(map(str, state))}; "
+            "pass what state_dict() gave"
         )
     saved = [len(group["params"]) for group in state["param_groups"]]
     here = [len(group["params"]) for group in opt.param_groups]
     if saved != here:
         raise ValueError(
-            f"ClockedOptimizer.load_state_dict: the state has groups of {saved} parameters, this "
-            f"optimizer of {here}; build the same groups before loading"
+            f"{_WHERE}: the state has groups of {saved} parameters, this optimizer of {here}; "
+            "build the same groups before loading"
         )
 
 
-def _check_own(opt: ClockedOptimizer, own: dict[str, Any]) -> None:
-    if own.get("version") != _VERSION:
+@dataclass(frozen=True, eq=False)
+class _Own:
+    """The wrapper's part of a saved state, read and found good."""
+
+    clock: StepClock
+    window: Window
+    accumulators: dict[int, Tensor]
+    loss_scale: LossScale | float | None
+    consecutive_skips: int
+    schedulers: list[dict[str, Any]]
+
+
+def _read_own(opt: ClockedOptimizer, own: Any) -> _Own:
+    """Reads what `_save_own` wrote; raises ValueError where it is damaged or of another wrapper."""
+    if not isinstance(own, dict) or own.get("version") != _VERSION:
+        version = own.get("version") if isinstance(own, dict) else own
         raise ValueError(
-            f"ClockedOptimizer.load_state_dict: the state has version {own.get('version')!r}, this "
-            f"release reads {_VERSION}"
+            f"{_WHERE}: the state has version {version!r}, this release reads {_VERSION}"
         )
-    opt._schedulers.check_state(own["schedulers"])
-    saved, scale = own["loss_scale"], opt._loss_scale
-    if isinstance(saved, dict) != isinstance(scale, LossScale) or (saved is None) != (
-        scale is None
-    ):
+    clock = StepClock(updates_per_epoch=opt.clock.updates_per_epoch)
+    try:
+        clock.load_state_dict(own["clock"])
+        opt._schedulers.check_state(own["schedulers"])
+        return _Own(
+            clock=clock,
+            window=Window.from_state_dict(own["window"]),
+            accumulators=_read_accumulators(opt, own["accumulators"]),
+            loss_scale=_read_loss_scale(opt, own["loss_scale"]),
+            consecutive_skips=own["consecutive_skips"],
+            schedulers=own["schedulers"],
+        )
+    except (KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"{_WHERE}: the state is damaged, {type(e).__name__}: {e}") from e
+
+
+def _read_loss_scale(opt: ClockedOptimizer, saved: Any) -> LossScale | float | None:
+    here = opt.loss_scale
+    same_kind = isinstance(saved, dict) == isinstance(here, LossScale)
+    if not same_kind or (saved is None) != (here is None):
         raise ValueError(
-            f"ClockedOptimizer.load_state_dict: the state has loss_scale={saved!r}, this wrapper "
-            f"{scale!r}; construct it with the same kind of loss scale"
+            f"{_WHERE}: the state has loss_scale={saved!r}, this wrapper {here!r}; construct it "
+            "with the same kind of loss scale"
         )
-    for row, grad in own["accumulators"].items():
-        p = opt._pass.rows.params[row]
-        if grad.shape != p.shape:
+    return LossScale(**saved) if isinstance(saved, dict) else saved
+
+
+def _read_accumulators(opt: ClockedOptimizer, saved: dict[int, Tensor]) -> dict[int, Tensor]:
+    params, accumulators = opt._pass.rows.params, {}
+    for row, grad in saved.items():
+        if row not in range(len(params)):
             raise ValueError(
-                "ClockedOptimizer.load_state_dict: the accumulator of "
-                f"{opt._pass.names[row]!r} has shape {tuple(grad.shape)}, its parameter "
-                f"{tuple(p.shape)}"
+                f"{_WHERE}: the state has an accumulator for parameter {row} of {len(params)}"
             )
+        p = params[row]
+        if grad.shape != p.shape or grad.dtype != p.dtype:
+            raise ValueError(
+                f"{_WHERE}: the accumulator of {opt._pass.names[row]!r} is {tuple(grad.shape)} "
+                f"{grad.dtype}, its parameter {tuple(p.shape)} {p.dtype}"
+            )
+        accumulators[row] = grad.detach().clone().to(p.device)
+    return accumulators
 
 
-def _load_own(opt: ClockedOptimizer, own: dict[str, Any]) -> None:
-    opt.clock.load_state_dict(own["clock"])
-    saved = own["loss_scale"]
-    opt._loss_scale = LossScale(**saved) if isinstance(saved, dict) else saved
-    opt._consecutive_skips = own["consecutive_skips"]
-    opt._schedulers.load_state_dict(own["schedulers"])
-    params = opt._pass.rows.params
-    accumulators: dict[int, Tensor] = {
-        row: grad.detach().clone().to(params[row].device)
-        for row, grad in own["accumulators"].items()
-    }
-    opt._pass.accumulator.restore(accumulators)
-    opt._window = Window.from_state_dict(own["window"])
+def _apply_own(opt: ClockedOptimizer, own: _Own) -> None:
+    opt.clock.load_state_dict(own.clock.state_dict())
+    opt._settings.loss_scale = own.loss_scale
+    opt._settings.consecutive_skips = own.consecutive_skips
+    opt._schedulers.load_state_dict(own.schedulers)
+    opt._pass.accumulator.restore(own.accumulators)
+    opt._window = own.window
 
 
 def pack(opt: ClockedOptimizer) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stepclock_ext import ClockedOptimizer
-from stepclock_ext.accumulator import RIDE_MIN_ELEMENTS
+from stepclock_ext.norm_ride import RIDE_MIN_ELEMENTS
 
 SIZES = (RIDE_MIN_ELEMENTS * 2, 1000, 7)
 

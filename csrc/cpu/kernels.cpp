@@ -7,38 +7,12 @@
 
 #include "half.h"
 #include "isa.h"
+#include "reductions.h"
 #include "step_math.h"
 
 namespace stepclock {
 namespace STEPCLOCK_ISA {
 namespace {
-
-// Partial sums of a chunk. 16 doubles fill two to eight registers and hide the adder's latency.
-constexpr int64_t kNumLanes = 16;
-// Elements that are looked at twice stay in the first-level cache: 4 KiB of floats.
-constexpr int64_t kBlockElements = 1024;
-// Doubles in one register of this instruction set.
-#if defined(__AVX512F__)
-constexpr int64_t kWidth = 8;
-#elif defined(__AVX2__)
-constexpr int64_t kWidth = 4;
-#else
-constexpr int64_t kWidth = 2;
-#endif
-
-typedef float FloatVector __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
-typedef double DoubleVector __attribute__((vector_size(kWidth * 8), aligned(8), may_alias));
-
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-inline float load(const float* x, int64_t i) { return x[i]; }
-inline double load(const double* x, int64_t i) { return x[i]; }
-inline float load(const BFloat16* x, int64_t i) { return to_float(x[i]); }
-inline float load(const Float16* x, int64_t i) { return to_float(x[i]); }
-inline void store(float* x, int64_t i, float value) { x[i] = value; }
-inline void store(double* x, int64_t i, double value) { x[i] = value; }
-inline void store(BFloat16* x, int64_t i, float value) { x[i] = to_bfloat16(value); }
-inline void store(Float16* x, int64_t i, float value) { x[i] = to_float16(value); }
 
 // The type that arithmetic on T runs in.
 template <typename T>
@@ -49,87 +23,6 @@ template <>
 struct ComputeOf<double> {
   using Type = double;
 };
-
-inline DoubleVector load_lanes(const float* x) {
-  return __builtin_convertvector(*reinterpret_cast<const FloatVector*>(x), DoubleVector);
-}
-inline DoubleVector load_lanes(const double* x) {
-  return *reinterpret_cast<const DoubleVector*>(x);
-}
-
-// The partial sums of squares of a chunk: element i goes to lane i % kNumLanes.
-struct Lanes {
-  static constexpr int64_t kNumRegisters = kNumLanes / kWidth;
-  DoubleVector sums[kNumRegisters] = {};
-
-  template <typename T>
-  void add(const T* x, int64_t n) {
-    DoubleVector registers[kNumRegisters];  // a copy, since the tail below indexes sums
-    for (int64_t k = 0; k < kNumRegisters; ++k) registers[k] = sums[k];
-    int64_t i = 0;
-    for (; i + kNumLanes <= n; i += kNumLanes) {
-      for (int64_t k = 0; k < kNumRegisters; ++k) {
-        const DoubleVector value = load_lanes(x + i + k * kWidth);
-        registers[k] += value * value;
-      }
-    }
-    for (int64_t k = 0; k < kNumRegisters; ++k) sums[k] = registers[k];
-    for (int64_t lane = 0; i < n; ++i, ++lane) {
-      const double value = x[i];
-      sums[lane / kWidth][lane % kWidth] += value * value;
-    }
-  }
-
-  double total() const {
-    double sum = 0.0;
-    for (int64_t lane = 0; lane < kNumLanes; ++lane) sum += sums[lane / kWidth][lane % kWidth];
-    return sum;
-  }
-};
-
-// Adds a block of x to the lanes; 16-bit values are widened into the first-level cache first.
-inline void add_block(Lanes& lanes, const float* x, int64_t n) { lanes.add(x, n); }
-inline void add_block(Lanes& lanes, const double* x, int64_t n) { lanes.add(x, n); }
-template <typename T>
-inline void add_block(Lanes& lanes, const T* x, int64_t n) {
-  float wide[kBlockElements];
-  for (int64_t i = 0; i < n; ++i) wide[i] = load(x, i);
-  lanes.add(wide, n);
-}
-
-template <typename T>
-double sum_squares(const T* x, int64_t n) {
-  Lanes lanes;
-  for (int64_t begin = 0; begin < n; begin += kBlockElements) {
-    add_block(lanes, x + begin, smaller(kBlockElements, n - begin));
-  }
-  return lanes.total();
-}
-
-// IEEE magnitudes are ordered like their bit patterns, with NaN above infinity.
-template <typename Bits, typename T>
-Bits max_magnitude_bits(const T* x, int64_t n) {
-  constexpr Bits kMagnitude = static_cast<Bits>(~(Bits{1} << (sizeof(Bits) * 8 - 1)));
-  Bits largest = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const Bits magnitude = static_cast<Bits>(bit_cast<Bits>(x[i]) & kMagnitude);
-    largest = magnitude > largest ? magnitude : largest;
-  }
-  return largest;
-}
-
-double max_abs(const float* x, int64_t n) {
-  return bit_cast<float>(max_magnitude_bits<uint32_t>(x, n));
-}
-double max_abs(const double* x, int64_t n) {
-  return bit_cast<double>(max_magnitude_bits<uint64_t>(x, n));
-}
-double max_abs(const BFloat16* x, int64_t n) {
-  return to_float(BFloat16{max_magnitude_bits<uint16_t>(x, n)});
-}
-double max_abs(const Float16* x, int64_t n) {
-  return to_float(Float16{max_magnitude_bits<uint16_t>(x, n)});
-}
 
 template <typename T>
 void add_or_store(T* __restrict accumulator, const T* __restrict grad, int64_t n, bool store_only) {

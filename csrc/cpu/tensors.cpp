@@ -48,6 +48,18 @@ uintptr_t address_of(const dlpack::Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset;
 }
 
+// False where the tensor does not lie as its row says; a sparse one, say, cannot be read at all.
+bool read_plain(PyObject* tensor, const Table& table, size_t row, uintptr_t* address) {
+  dlpack::Tensor view;
+  if (exchange_api->tensor_from_py_object(tensor, &view) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  const auto index = static_cast<int64_t>(row);
+  *address = address_of(view);
+  return is_plain(view, table.dtype(index), table.num_elements(index));
+}
+
 uintptr_t call_data_ptr(PyObject* tensor) {
   static PyObject* const name = PyUnicode_InternFromString("data_ptr");
   const py::object address =
@@ -91,22 +103,20 @@ py::object gather_gradients(Table& table, const py::list& params) {
     return py::none();
   }
   py::list grads(params.size());
-  std::vector<uintptr_t> addresses(params.size());
+  std::vector<uintptr_t> param_addresses(params.size());
+  std::vector<uintptr_t> grad_addresses(params.size());
   for (size_t row = 0; row < params.size(); ++row) {
-    py::object grad = py::reinterpret_steal<py::object>(PyObject_GetAttr(params[row].ptr(), name));
+    PyObject* const param = PyList_GET_ITEM(params.ptr(), static_cast<Py_ssize_t>(row));
+    py::object grad = py::reinterpret_steal<py::object>(PyObject_GetAttr(param, name));
     if (!grad) throw py::error_already_set();
-    if (grad.is_none()) return py::none();
-    dlpack::Tensor view;
-    if (exchange_api->tensor_from_py_object(grad.ptr(), &view) != 0) {
-      PyErr_Clear();  // a sparse tensor, say
+    if (grad.is_none() || !read_plain(param, table, row, &param_addresses[row]) ||
+        !read_plain(grad.ptr(), table, row, &grad_addresses[row])) {
       return py::none();
     }
-    const auto index = static_cast<int64_t>(row);
-    if (!is_plain(view, table.dtype(index), table.num_elements(index))) return py::none();
-    addresses[row] = address_of(view);
     PyList_SET_ITEM(grads.ptr(), static_cast<Py_ssize_t>(row), grad.release().ptr());
   }
-  table.set_column(kGrad, std::move(addresses));
+  table.set_column(kParam, std::move(param_addresses));
+  table.set_column(kGrad, std::move(grad_addresses));
   return std::move(grads);
 }
 

@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
+from .layout import Layout
+
 __all__ = [
-    "CHUNK_ELEMENTS",
     "AdamScalars",
     "AdamStates",
     "Backend",
     "BackendStatus",
-    "Layout",
     "SgdScalars",
-    "chunk_sizes",
     "clip_factor",
-    "num_chunks",
-    "num_real",
-    "real_dtype",
-    "real_view",
 ]
-
-# A chunk owns one slot of the window's sums. Fixed, since sums are added chunk by chunk: another
-# size would be other bits. 16384 fp32 values are 64 KiB, some 20 microseconds of work for a core.
-CHUNK_ELEMENTS = 16384
 
 
 @dataclass(frozen=True)
@@ -67,141 +56,6 @@ class SgdScalars:
     first: bool
 
 
-def num_chunks(num_elements: int) -> int:
-    """Chunks that a tensor of `num_elements` elements is cut into.
-
-    >>> [num_chunks(n) for n in (0, 1, 16384, 16385, 2_476_250_368)]
-    [0, 1, 1, 2, 151139]
-    """
-    return -(-num_elements // CHUNK_ELEMENTS)
-
-
-def chunk_sizes(num_elements: int) -> list[int]:
-    """Elements of each chunk; they add up to `num_elements`."""
-    full, rest = divmod(num_elements, CHUNK_ELEMENTS)
-    return [CHUNK_ELEMENTS] * full + [rest] * (rest > 0)
-
-
-def num_real(tensor: Tensor) -> int:
-    """Real numbers in `tensor`: a complex element is two."""
-    return tensor.numel() * (2 if tensor.is_complex() else 1)
-
-
-_REAL_DTYPES = {
-    torch.complex32: torch.float16,
-    torch.complex64: torch.float32,
-    torch.complex128: torch.float64,
-}
-
-
-def real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the numbers that `dtype` is made of."""
-    return _REAL_DTYPES.get(dtype, dtype)
-
-
-def real_view(tensor: Tensor) -> Tensor:
-    """`tensor`, or the real numbers behind a complex one, with a last dimension of two."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """The sizes of a list of tensors that ops walk together, one row a tensor.
-
-    Every list handed to an op with this layout has, row by row, these sizes, dtypes and strides.
-
-    Attributes:
-        backend: runs the ops on this layout.
-        num_elements: real numbers in each row (twice the elements of a complex tensor).
-        dtypes: of those numbers.
-        strides: of each row's tensors; None where the row is contiguous.
-        first_slots: where each row's chunk sums begin in the window's slots.
-        verified: the list that was last found to fit, for each column.
-        cache: what the backend keeps beside the layout (address tables).
-    """
-
-    backend: Backend
-    num_elements: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...]
-    strides: tuple[tuple[int, ...] | None, ...]
-    first_slots: tuple[int, ...]
-    verified: dict[str, Sequence[Tensor]] = field(default_factory=dict)
-    cache: dict[str, Any] = field(default_factory=dict)
-
-    @staticmethod
-    def of(
-        backend: Backend, tensors: Sequence[Tensor], first_slots: Sequence[int] | None = None
-    ) -> Layout:
-        """The layout of `tensors`; slots follow one another unless `first_slots` places them."""
-        sizes = [num_real(t) for t in tensors]
-        if first_slots is None:
-            first_slots = [0, *accumulate(num_chunks(size) for size in sizes)][:-1]
-        return Layout(
-            backend=backend,
-            num_elements=tuple(sizes),
-            dtypes=tuple(real_dtype(t.dtype) for t in tensors),
-            strides=tuple(None if t.is_contiguous() else t.stride() for t in tensors),
-            first_slots=tuple(first_slots),
-        )
-
-    @property
-    def num_slots(self) -> int:
-        """Slots up to and including the last one that a row of this layout writes."""
-        ends = (
-            first + num_chunks(size)
-            for first, size in zip(self.first_slots, self.num_elements, strict=True)
-        )
-        return max(ends, default=0)
-
-    def verify(self, column: str, tensors: Sequence[Tensor]) -> None:
-        """Checks `tensors` once; the same list is not checked again.
-
-        Raises:
-            TypeError: a tensor has another size or dtype than its row.
-            ValueError: another number of tensors, or other strides.
-        """
-        if self.verified.get(column) is not tensors:
-            self.check(column, tensors)
-            self.verified[column] = tensors
-
-    def release(self, *columns: str) -> None:
-        """Lets go of the tensors of `columns`, so that their memory can be freed."""
-        for column in columns:
-            self.verified.pop(column, None)
-        self.backend.release(self, columns)
-
-    def check(self, column: str, tensors: Sequence[Tensor]) -> None:
-        """As `verify`, always."""
-        if len(tensors) != len(self.num_elements):
-            raise ValueError(
-                f"{column}: must be {len(self.num_elements)} tensors, got {len(tensors)}"
-            )
-        for row, tensor in enumerate(tensors):
-            where = f"{column} {row}"
-            if column == "STEP":
-                _check_step(where, tensor)
-                continue
-            size, dtype, strides = self.num_elements[row], self.dtypes[row], self.strides[row]
-            if num_real(tensor) != size or real_dtype(tensor.dtype) != dtype:
-                raise TypeError(
-                    f"{where}: must hold {size} values of {dtype}, got {tuple(tensor.shape)} "
-                    f"{tensor.dtype}"
-                )
-            if not (tensor.is_contiguous() if strides is None else tensor.stride() == strides):
-                raise ValueError(
-                    f"{where}: strides must be {strides or 'contiguous'}, got {tensor.stride()}"
-                )
-            if not self.backend.supports(tensor):
-                raise TypeError(
-                    f"{where}: backend {self.backend.name!r} cannot take {tensor.device}"
-                )
-
-
-def _check_step(where: str, step: Tensor) -> None:
-    if step.dtype != torch.float32 or step.numel() != 1:
-        raise TypeError(f"{where}: must be one fp32 value, got {tuple(step.shape)} {step.dtype}")
-
-
 class Backend(Protocol):
     """The kernel contract. `reference.py` is its specification; every other backend must agree.
 
@@ -211,6 +65,7 @@ class Backend(Protocol):
     """
 
     name: str
+    watches_addresses: bool  # it checks a list again when one of its tensors has moved
 
     def supports(self, tensor: Tensor) -> bool:
         """Whether ops here take `tensor` (device, dtype, memory layout)."""

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .contract import AdamScalars, AdamStates, BackendStatus, Layout, SgdScalars, real_dtype
+from .contract import AdamScalars, AdamStates, BackendStatus, SgdScalars
+from .layout import Layout, real_dtype
 
 __all__ = ["NativeBackend", "load", "status"]
 
@@ -44,6 +45,7 @@ class NativeBackend:
     """The contract on ``_C``; threads follow ``torch.get_num_threads()``."""
 
     name = "cpu"
+    watches_addresses = True
 
     def __init__(self) -> None:
         module = load()
@@ -69,6 +71,7 @@ class NativeBackend:
         bound = layout.cache.get("bound", {})
         for column in columns:
             bound.pop(column, None)
+        layout.cache.pop("gathered", None)
 
     def holds_same(self, dicts: list[dict[str, Any]], key: str, items: list[Any]) -> bool:
         """Whether each dict still holds, under `key`, the very object in `items`."""
@@ -163,7 +166,7 @@ class NativeBackend:
         """Each parameter's gradient, if all are there and fit `layout` as they are."""
         grads: list[Tensor] | None = self._table(layout).gather_gradients(params)
         if grads is not None:
-            layout.cache.setdefault("bound", {})["GRAD"] = grads
+            layout.cache["gathered"] = (params, grads)
         return grads
 
     def _table(self, layout: Layout) -> Any:
@@ -177,14 +180,15 @@ class NativeBackend:
     def _bind(self, layout: Layout, column: str, tensors: Sequence[Tensor]) -> Any:
         """Points a column of the layout's table at `tensors`; returns the table."""
         table = self._table(layout)
-        bound = layout.cache.setdefault("bound", {})
-        same_list = bound.get(column) is tensors
-        if same_list and column == "GRAD":  # the norm and the update of one window
+        if any(tensors is gathered for gathered in layout.cache.get("gathered", ())):
             return table
+        bound = layout.cache.setdefault("bound", {})
+        same_list = bound.pop(column, None) is tensors
         listed = tensors if isinstance(tensors, list) else list(tensors)
         moved = table.bind(self._columns[column], listed)
         if moved and same_list:  # t.data was replaced under us
-            layout.check(column, tensors)
+            layout.verified.pop(column, None)
+            layout.verify(column, tensors)
         bound[column] = tensors
         return table
 

@@ -11,14 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .contract import (
-    CHUNK_ELEMENTS,
-    AdamScalars,
-    AdamStates,
-    Layout,
-    SgdScalars,
-    real_view,
-)
+from .contract import AdamScalars, AdamStates, SgdScalars
+from .layout import CHUNK_ELEMENTS, Layout, real_view
 
 __all__ = ["ReferenceBackend"]
 
@@ -40,6 +34,7 @@ class ReferenceBackend:
     """Plain PyTorch; slow, and right by inspection."""
 
     name = "reference"
+    watches_addresses = False
 
     def supports(self, tensor: Tensor) -> bool:
         return tensor.layout == torch.strided and not tensor.is_meta
