@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from . import ops
 from .norm import Measurement
 from .step_info import StepInfo
 from .updater import apply_in_place
 
 if TYPE_CHECKING:
     from .optimizer import ClockedOptimizer
+    from .window import Window
 
 __all__ = ["run_closure", "step_by_closure"]
 
@@ -41,7 +44,7 @@ def run_closure(opt: ClockedOptimizer, closure: Callable[[], Any]) -> None:
 
 
 def step_by_closure(opt: ClockedOptimizer, closure: Callable[[], Any] | None) -> StepInfo:
-    """One update of LBFGS. Every evaluation is clipped; the first one decides whether to skip.
+    """One update of LBFGS. Every evaluation is clipped; a non-finite one undoes the update.
 
     Raises:
         TypeError: there is no closure.
@@ -50,36 +53,102 @@ def step_by_closure(opt: ClockedOptimizer, closure: Callable[[], Any] | None) ->
         raise TypeError("ClockedOptimizer.step: LBFGS needs a closure; call step(closure)")
     _refuse_earlier_backward(opt)
     opt._schedulers.refuse_ended()
-    first = _Evaluations(opt, closure)
-    loss = first.evaluate()
+    evaluations = _Evaluations(opt, closure)
+    loss = None
+    try:
+        loss = evaluations.evaluate()
+    except BaseException as error:
+        if not isinstance(error, _NonFiniteError):
+            opt._window.broken = "the closure raised"
+            raise
     opt.clock.tick_micro(opt._window.end_micro_step())
-    gradients, measurement = opt._pass.accumulator.collect(), first.measurement
-    assert measurement is not None
+    window, measurement = opt._window, evaluations.measurement
+    gradients = opt._pass.collect(seeded=window.seeded)
     if gradients.is_empty:
         opt.clock.drop_window()
         opt._start_window()
         return opt._info()
-    if not measurement.finite and opt.nonfinite != "propagate":
+    if not evaluations.accepts(measurement):
         return opt._settle_skip(gradients, measurement)
-    window = opt._window
-    first.replay = loss
+    return _run_inner(opt, evaluations, loss, window)
+
+
+def _run_inner(
+    opt: ClockedOptimizer, evaluations: _Evaluations, loss: Any, window: Window
+) -> StepInfo:
+    """The inner update, from an evaluation that was accepted; all or nothing."""
+    inner, first = opt.optimizers[0], evaluations.measurement
+    undo = _snapshot(inner)
+    evaluations.replay = loss
     try:
-        opt.optimizers[0].step(first.evaluate)
-    except BaseException:
+        inner.step(evaluations.evaluate)
+    except BaseException as error:
+        undo()
+        opt._window = window
+        if isinstance(error, _NonFiniteError):
+            gradients = opt._pass.collect(seeded=False)
+            return opt._settle_skip(gradients, evaluations.measurement)
         window.broken = "the closure or the update raised"
         raise
     opt._window = window
-    return opt._settle_update(measurement)
+    return opt._settle_update(first)
+
+
+def _snapshot(inner: Optimizer) -> Callable[[], None]:
+    """Parameters and state as they are, and a function that brings them back.
+
+    LBFGS replaces the tensors of its history and writes only those that stand in the state itself,
+    so its lists are copied and their tensors are not.
+    """
+    params = [(p, p.detach().clone()) for group in inner.param_groups for p in group["params"]]
+    states = [(state, _copied(state)) for state in inner.state.values()]
+
+    def undo() -> None:
+        with torch.no_grad():
+            for p, before in params:
+                p.copy_(before)
+        known = [state for state, _ in states]
+        for state in inner.state.values():
+            if not any(state is other for other in known):
+                state.clear()
+        for state, saved in states:
+            state.clear()
+            state.update(saved)
+
+    return undo
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    copies: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            copies[key] = value.clone()
+        else:
+            copies[key] = list(value) if isinstance(value, list) else value
+    return copies
+
+
+class _NonFiniteError(Exception):
+    """An evaluation came out non-finite, and such updates are not to happen."""
 
 
 class _Evaluations:
-    """The user's closure as LBFGS calls it: gradients unscaled and clipped, each time anew."""
+    """The user's closure as LBFGS calls it: gradients unscaled and clipped, each time anew.
+
+    Attributes:
+        replay: the loss of an evaluation that stands in ``.grad``; the next call returns it.
+        measurement: of the last evaluation.
+    """
 
     def __init__(self, opt: ClockedOptimizer, closure: Callable[[], Any]) -> None:
         self.opt = opt
         self.closure = closure
-        self.replay: Tensor | None = None
-        self.measurement: Measurement | None = None
+        self.replay: Any = None
+        self.measurement = Measurement(ops.make_stats(), 0.0, 1.0, 0.0, finite=True)
+
+    def accepts(self, measurement: Measurement) -> bool:
+        """Whether an update may go through this evaluation."""
+        return measurement.finite or self.opt.nonfinite == "propagate"
 
     def evaluate(self) -> Any:
         """The loss; gradients in ``.grad`` are ready for the inner optimizer."""
@@ -99,8 +168,9 @@ class _Evaluations:
         gradients = opt._pass.collect(seeded=False)
         divisor = window.divisor(opt.reduction) or 1.0
         self.measurement = opt._pass.measure(gradients, opt._clip, divisor=divisor)
-        if self.measurement.finite:
-            apply_in_place(opt._pass.rows, gradients, self.measurement)
+        if not self.accepts(self.measurement):
+            raise _NonFiniteError
+        apply_in_place(opt._pass.rows, gradients, self.measurement)
         return loss
 
 

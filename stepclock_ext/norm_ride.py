@@ -1,7 +1,9 @@
 """The norm's free ride: chunk sums written by the last accumulation of a window.
 
 In the last micro step the accumulators of large parameters are set aside, so that autograd hands
-each gradient over alone; a hook adds it and writes its chunk sums in the same pass.
+each gradient over alone; a hook adds it and writes its chunk sums in the same pass. A gradient that
+is changed afterwards is measured again, if its version counter moved (``p.grad.data`` hides changes
+from it, as it does from autograd).
 """
 
 from __future__ import annotations

@@ -411,8 +411,9 @@ class ClockedOptimizer(OptimizerFacade):
         grads = self._pass.accumulator.grads()
         if self.loss_scale is not None and any(grad is not None for grad in grads):
             raise RuntimeError(
-                "ClockedOptimizer.step: with a loss scale the backward must be opt.backward(loss), "
-                "which seeds it; plain loss.backward() was used"
+                "ClockedOptimizer.step: with a loss scale every micro step must call "
+                "opt.backward(loss), which seeds it, and this one did not (plain "
+                "loss.backward()?); for one without items pass weight=0"
             )
         self._window.add_weight(1.0)
         self._window.loss_known = False

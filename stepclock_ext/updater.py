@@ -197,7 +197,7 @@ def _run_rules(inner: Optimizer, plans: list[RulePlan], stats: Tensor) -> None:
     """In the place of ``inner.step()``: torch's own decorator fires the step hooks around it."""
     for plan in plans:
         grads = plan.grads
-        if inner._optimizer_step_pre_hooks:  # one of them may have put another gradient there
+        if _has_step_hooks(inner):  # one of them may have put another gradient there
             grads = [p.grad for p in plan.bound.params if p.grad is not None]
         torch.autograd.graph.increment_version(plan.bound.params)
         plan.rule.run(plan.group, plan.bound, grads, stats)

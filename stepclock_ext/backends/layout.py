@@ -17,6 +17,7 @@ __all__ = [
     "CHUNK_ELEMENTS",
     "Layout",
     "chunk_sizes",
+    "is_dense",
     "num_chunks",
     "num_real",
     "real_dtype",
@@ -58,6 +59,19 @@ _REAL_DTYPES = {
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the numbers that `dtype` is made of."""
     return _REAL_DTYPES.get(dtype, dtype)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one block of memory, each address once, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 def real_view(tensor: Tensor) -> Tensor:

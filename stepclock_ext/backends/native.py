@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .contract import AdamScalars, AdamStates, BackendStatus, SgdScalars
-from .layout import Layout, real_dtype
+from .layout import Layout, is_dense, real_dtype
 
 __all__ = ["NativeBackend", "load", "status"]
 
@@ -191,19 +191,6 @@ class NativeBackend:
             layout.verify(column, tensors)
         bound[column] = tensors
         return table
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one block of memory, each address once, in whatever order."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def _coefficient_address(stats: Tensor) -> int:

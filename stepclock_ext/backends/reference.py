@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .contract import AdamScalars, AdamStates, SgdScalars
-from .layout import CHUNK_ELEMENTS, Layout, real_view
+from .layout import CHUNK_ELEMENTS, Layout, is_dense, real_view
 
 __all__ = ["ReferenceBackend"]
 
@@ -37,7 +37,9 @@ class ReferenceBackend:
     watches_addresses = False
 
     def supports(self, tensor: Tensor) -> bool:
-        return tensor.layout == torch.strided and not tensor.is_meta
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.is_conj():
+            return False
+        return is_dense(tensor)
 
     def release(self, layout: Layout, columns: Sequence[str]) -> None:
         """Nothing is kept between ops."""
