@@ -33,11 +33,28 @@ void add_or_store(T* __restrict accumulator, const T* __restrict grad, int64_t n
   }
 }
 
+// A block of the accumulator and its squares: fp32 and fp64 in one visit, 16-bit types in two.
+inline void accumulate_block(Lanes& lanes, float* accumulator, const float* grad, int64_t n) {
+  lanes.accumulate(accumulator, grad, n);
+}
+inline void accumulate_block(Lanes& lanes, double* accumulator, const double* grad, int64_t n) {
+  lanes.accumulate(accumulator, grad, n);
+}
+template <typename T>
+inline void accumulate_block(Lanes& lanes, T* accumulator, const T* grad, int64_t n) {
+  add_or_store(accumulator, grad, n, false);
+  add_block(lanes, accumulator, n);
+}
+
 template <typename T>
 double accumulate(T* accumulator, const T* grad, int64_t n, bool store_only, bool want_sum) {
   Lanes lanes;
   for (int64_t begin = 0; begin < n; begin += kBlockElements) {
     const int64_t size = smaller(kBlockElements, n - begin);
+    if (want_sum && !store_only) {
+      accumulate_block(lanes, accumulator + begin, grad + begin, size);
+      continue;
+    }
     add_or_store(accumulator + begin, grad + begin, size, store_only);
     if (want_sum) add_block(lanes, accumulator + begin, size);
   }
