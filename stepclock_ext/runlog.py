@@ -68,7 +68,7 @@ class RunLog:
                 )
         if not (info.updated or info.skipped):
             return
-        line = json.dumps(_encode({**fields, **extra}, "line"), allow_nan=False)
+        line = json.dumps({name: _encode(value, name) for name, value in (fields | extra).items()})
         self._file.write(line.encode() + b"\n")
         self._file.flush()
 

@@ -1,0 +1,46 @@
+"""What this machine can run: backends, versions, threads."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import stepclock_ext
+
+__all__ = ["print_doctor"]
+
+
+def print_doctor(console: Console) -> None:
+    """Prints a table of the backends and a list of versions; nothing is built or warmed up."""
+    table = Table(title="backends", title_justify="left")
+    for name in ("name", "available", "reason"):
+        table.add_column(name)
+    for name, status in stepclock_ext.backends().items():
+        table.add_row(name, "yes" if status.available else "no", Text(status.reason))
+    console.print(table)
+    for name, value in _facts().items():
+        console.print(Text(f"{name:<14}{value}"), soft_wrap=True)
+
+
+def _facts() -> dict[str, str]:
+    return {
+        "stepclock_ext": stepclock_ext.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "matplotlib": _version_of("matplotlib"),
+        "triton": _version_of("triton"),
+        "threads": f"{torch.get_num_threads()} (torch.get_num_threads())",
+        "machine": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,11 @@
+"""The demo: a small GPT trained by the clock, beside the plain PyTorch loop.
+
+`settings` and `recipe` say what is run, `data` and `model` on what; `train` is the run by
+ClockedOptimizer, `plain` the same one by hand, `compare` both in turns; `display`, `plot`, `files`
+and `report` are for the eye; `run` is the order of events.
+"""
+
+from .run import run_demo
+from .settings import DemoError, DemoSettings
+
+__all__ = ["DemoError", "DemoSettings", "run_demo"]
