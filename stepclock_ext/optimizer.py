@@ -161,10 +161,11 @@ class ClockedOptimizer(OptimizerFacade):
         window.is_pending = True
         if amount == 0:
             return
-        seed = window.scale * amount
+        if not window.seeded and self.loss_scale is not None:
+            window.set_unit(amount)
         try:
             with self._riding():
-                torch.autograd.backward(loss, None if seed == 1.0 else torch.full_like(loss, seed))
+                torch.autograd.backward(loss, window.seed(loss, amount))
         except BaseException:
             window.broken = "backward raised"
             raise

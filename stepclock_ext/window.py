@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,9 @@ class Window:
     Attributes:
         scale: what the losses of this window are seeded with; 1 without a loss scale. It holds from
             the first micro step to the last.
+        unit: what weights are counted in while they are seeds: a power of two near the first one,
+            which changes no bit. Only with a loss scale: scale * tokens would leave the range of
+            fp16, which the scale was chosen for. 1 without.
         weight: of all micro steps so far.
         loss_sum: fp64 scalar, sum of weight * loss; None where a loss is not known.
         loss_known: no plain ``loss.backward()`` was among the micro steps.
@@ -28,6 +32,7 @@ class Window:
     """
 
     scale: float = 1.0
+    unit: float = 1.0
     weight: float = 0.0
     loss_sum: Tensor | None = None
     loss_known: bool = True
@@ -35,6 +40,21 @@ class Window:
     micro_weight: float = 0.0
     is_pending: bool = False
     broken: str | None = None
+
+    def set_unit(self, first_weight: float) -> None:
+        """Counts seeds in units of about `first_weight`."""
+        self.unit = 2.0 ** math.floor(math.log2(first_weight))
+
+    def seed(self, loss: Tensor, weight: float) -> Tensor | None:
+        """What autograd starts from, ``scale * weight / unit``; None for 1.
+
+        Infinite where the loss's dtype cannot hold it: the window is skipped then, and a dynamic
+        scale backs off.
+        """
+        value = self.scale * weight / self.unit
+        if value == 1.0:
+            return None
+        return torch.full_like(loss, value, dtype=torch.float64).to(loss.dtype)
 
     def add_loss(self, loss: Tensor | float, weight: float) -> None:
         """Adds ``weight * loss``; on the loss's device, without waiting for it."""
@@ -52,8 +72,8 @@ class Window:
         return weight
 
     def divisor(self, reduction: str) -> float:
-        """What the window's sum is divided by before the clip: scale * total weight."""
-        return self.scale * (self.weight if reduction == "mean" else 1.0)
+        """What the window's sum is divided by before the clip: scale * total weight / unit."""
+        return self.scale * (self.weight if reduction == "mean" else 1.0) / self.unit
 
     def loss(self, reduction: str) -> float | None:
         """The loss that the window's gradient belongs to."""

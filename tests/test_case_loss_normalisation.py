@@ -182,3 +182,30 @@ def test_the_norm_of_a_window_is_that_of_the_full_batch(max_norm):
         opt = clocked_sgd(w, gradient_accumulation_steps=accumulation, max_grad_norm=max_norm)
         norms.append(run_micro_steps(opt, w, [6] * accumulation).grad_norm)
     assert norms[1] / norms[0] == 1.0
+
+
+# Token weights and a loss scale: the seed stays in the range that the scale was chosen for.
+
+
+def test_token_weights_do_not_push_half_precision_gradients_over_its_range():
+    w = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+    opt = ClockedOptimizer(
+        torch.optim.SGD([w], lr=1.0), gradient_accumulation_steps=2, loss_scale=1024.0
+    )
+    for tokens, slope in ((4096, 1.0), (1000, 3.0)):
+        opt.backward((w * slope).float().mean(), weight=tokens)
+        info = opt.step()
+    assert info.updated and info.loss_scale == 1024.0
+    mean = (4096 * 1.0 + 1000 * 3.0) / 5096
+    assert info.grad_norm == pytest.approx(mean / 4 * 2, rel=1e-3)
+
+
+def test_a_seed_beyond_the_range_of_the_loss_is_a_skip_and_the_scale_backs_off():
+    w = torch.nn.Parameter(torch.ones(3))
+    opt = ClockedOptimizer(torch.optim.SGD([w], lr=0.1), loss_scale=LossScale(2.0**126))
+    opt.backward((w * w).mean())
+    opt.step()
+    opt.loss_scale = LossScale(2.0**127)
+    opt.backward((8 * w * w).sum())
+    assert opt.step().skipped
+    assert opt.loss_scale.scale == 2.0**126

@@ -1,7 +1,6 @@
 """Case 53: warm-up, decay and landing as a function of the update."""
 
 import math
-import timeit
 
 import pytest
 from hypothesis import assume, given, settings
@@ -235,10 +234,3 @@ def test_there_is_no_other_rule_and_no_empty_batch():
         scale_learning_rate(0.02, old_batch_size=20, new_batch_size=40, rule="auto")
     with pytest.raises(ValueError, match="old_batch_size must be positive, got 0"):
         scale_learning_rate(0.02, old_batch_size=0, new_batch_size=40, rule="linear")
-
-
-@each_kind
-def test_a_rate_takes_less_than_two_microseconds(kind):
-    curve = schedule(kind, total=1_000_000)
-    best = min(timeit.repeat(lambda: curve.lr_at(950_000), number=500, repeat=40)) / 500
-    assert best < 2e-6

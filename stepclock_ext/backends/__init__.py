@@ -36,12 +36,16 @@ def make_backend(name: str) -> Backend:
     """
     if name != "auto" and name not in BACKEND_NAMES:
         choices = ", ".join(("auto", *BACKEND_NAMES))
-        raise ValueError(f"backend must be one of {choices}, got {name!r}")
+        raise ValueError(
+            f"ClockedOptimizer: backend must be one of {choices}, got {name!r}; backends() says "
+            "which can be used here"
+        )
     if name == "auto":
         name = "cpu" if native.status().available else "reference"
     status = backends()[name]
     if not status.available:
         raise RuntimeError(
-            f"backend {name!r} cannot be used: {status.reason}; pass backend='auto' to fall back"
+            f"ClockedOptimizer: backend must be one that can be used here, got {name!r} "
+            f"({status.reason}); pass backend='auto' to fall back"
         )
     return NativeBackend() if name == "cpu" else ReferenceBackend()
