@@ -6,6 +6,8 @@ from .clock import StepClock
 from .errors import NonFiniteGradientError
 from .loss_scale import LossScale
 from .optimizer import ClockedOptimizer
+from .plan import TrainPlan
+from .schedules import Schedule
 from .step_info import StepInfo
 
 __all__ = [
@@ -13,8 +15,10 @@ __all__ = [
     "ClockedOptimizer",
     "LossScale",
     "NonFiniteGradientError",
+    "Schedule",
     "StepClock",
     "StepInfo",
+    "TrainPlan",
     "backends",
 ]
 

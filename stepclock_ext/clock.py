@@ -53,7 +53,7 @@ class StepClock:
         8 4
     """
 
-    def __init__(self, *, updates_per_epoch: int | None = None) -> None:
+    def __init__(self, *, updates_per_epoch: int | Fraction | None = None) -> None:
         self.micro_step = 0
         self.update_step = 0
         self.skipped_updates = 0

@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from . import arguments, closure_step, ops, wrapper_state
+from . import arguments, closure_step, ops, plan_binding, wrapper_state
 from .accumulator import WindowGradients
 from .clock import StepClock
 from .eager import run_eagerly
 from .facade import OptimizerFacade
 from .loss_scale import LossScale
 from .norm import Measurement
+from .plan import TrainPlan
 from .schedulers import AttachedSchedulers
 from .step_info import StepInfo
 from .update_pass import ClipSettings, UpdatePass
@@ -50,6 +51,9 @@ class ClockedOptimizer(OptimizerFacade):
         loss_scale: None, a float (static) or a `LossScale` (dynamic).
         schedulers: torch schedulers built on `optimizer` or on this wrapper; one step per update.
         model: gives parameters their names in messages.
+        plan: gives the window length and the tail policy where those are left at their defaults,
+            and the schedule where `schedulers` is empty; a scheduler that declares another horizon
+            is refused.
         nonfinite: "skip" leaves everything as it was, "raise" raises, "propagate" updates anyway.
         max_consecutive_skips: raise at this many skips in a row; None never does.
         tail: what `end_epoch` does with a short window: "flush" updates, "carry" keeps it open for
@@ -83,6 +87,7 @@ class ClockedOptimizer(OptimizerFacade):
         loss_scale: LossScale | float | None = None,
         schedulers: Iterable[LRScheduler] = (),
         model: torch.nn.Module | None = None,
+        plan: TrainPlan | None = None,
         nonfinite: str = "skip",
         max_consecutive_skips: int | None = None,
         tail: str = "flush",
@@ -90,6 +95,8 @@ class ClockedOptimizer(OptimizerFacade):
     ) -> None:
         self.optimizers = arguments.list_optimizers(optimizer)
         steps = arguments.check_count("gradient_accumulation_steps", gradient_accumulation_steps)
+        tail = arguments.check_choice("tail", tail, ("flush", "carry", "drop"))
+        steps, self.tail = plan_binding.follow_plan(plan, steps, tail)
         self._clip = ClipSettings(
             arguments.check_max_norm(max_grad_norm), arguments.check_norm_type(norm_type)
         )
@@ -97,7 +104,6 @@ class ClockedOptimizer(OptimizerFacade):
         self.nonfinite = arguments.check_choice(
             "nonfinite", nonfinite, ("skip", "raise", "propagate")
         )
-        self.tail = arguments.check_choice("tail", tail, ("flush", "carry", "drop"))
         if max_consecutive_skips is not None:
             arguments.check_count("max_consecutive_skips", max_consecutive_skips)
         self.max_consecutive_skips = max_consecutive_skips
@@ -105,12 +111,16 @@ class ClockedOptimizer(OptimizerFacade):
         self._needs_closure = arguments.check_closure_optimizer(self.optimizers, steps, scale)
         self._settings = WindowSettings(steps, scale)
         self._model = model
-        self.clock = StepClock()
+        self.plan = plan
+        self.clock = StepClock(updates_per_epoch=plan_binding.window_updates_per_epoch(plan))
         self._window = Window(scale=self._settings.scale)
         self._backend = ops.make_backend(backend)
         self._schedulers = AttachedSchedulers([self, *self.optimizers])
         self._build_pass()
-        for scheduler in schedulers:
+        given = list(schedulers)
+        if plan is not None and not given:
+            given = [plan.make_scheduler(self)]
+        for scheduler in given:
             self.attach(scheduler)
 
     @property
@@ -121,6 +131,12 @@ class ClockedOptimizer(OptimizerFacade):
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
         steps = arguments.check_count("gradient_accumulation_steps", value)
+        if self.plan is not None and steps != self.plan.gradient_accumulation_steps:
+            raise ValueError(
+                "ClockedOptimizer: gradient_accumulation_steps must be the plan's "
+                f"{self.plan.gradient_accumulation_steps}, got {steps}; its horizon is counted in "
+                "windows of that length"
+            )
         arguments.check_closure_optimizer(self.optimizers, steps, self.loss_scale)
         self._settings.next_steps = steps
         self._adopt_settings()
@@ -244,8 +260,13 @@ class ClockedOptimizer(OptimizerFacade):
     # What follows the clock.
 
     def attach(self, scheduler: LRScheduler) -> None:
-        """Moves `scheduler` with every update from now on (a metric scheduler: see below)."""
-        self._schedulers.attach(scheduler)
+        """Moves `scheduler` with every update from now on (a metric scheduler: see below).
+
+        Raises:
+            TypeError, ValueError: it is no torch scheduler of this optimizer, or it was built for
+                another number of updates than the plan's.
+        """
+        self._schedulers.attach(scheduler, plan=self.plan)
 
     def report_metric(self, value: float) -> None:
         """Moves attached metric schedulers such as ``ReduceLROnPlateau``."""

@@ -10,6 +10,10 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
+from .plan import TrainPlan
+from .plan_binding import check_horizon
+from .plan_scheduler import PlanScheduler
+
 __all__ = ["AttachedSchedulers"]
 
 
@@ -21,12 +25,13 @@ class AttachedSchedulers:
         self.schedulers: list[LRScheduler] = []
         self._ended: set[int] = set()  # one-cycles whose last value has been used
 
-    def attach(self, scheduler: LRScheduler) -> None:
+    def attach(self, scheduler: LRScheduler, *, plan: TrainPlan | None = None) -> None:
         """Adds a scheduler.
 
         Raises:
             TypeError: it is no torch scheduler.
-            ValueError: it was built on another optimizer, or is attached already.
+            ValueError: it was built on another optimizer, for another horizon than the plan's, or
+                is attached already.
         """
         if not isinstance(scheduler, LRScheduler):
             raise TypeError(
@@ -39,6 +44,7 @@ class AttachedSchedulers:
             )
         if any(scheduler is other for other in self.schedulers):
             raise ValueError(f"ClockedOptimizer: {type(scheduler).__name__} is attached already")
+        check_horizon(plan, scheduler)
         self.schedulers.append(scheduler)
 
     def refuse_ended(self) -> None:
@@ -79,13 +85,19 @@ class AttachedSchedulers:
         Only for schedules that are a function of the base rate (`refuse_group` let them pass).
         """
         for scheduler in self.schedulers:
+            groups = scheduler.optimizer.param_groups
+            index = next((i for i, other in enumerate(groups) if other is group), None)
+            if index is None:
+                continue  # another of several optimizers is its own
+            base = group.setdefault("initial_lr", group["lr"])
+            scheduler.base_lrs.insert(index, base)
             if isinstance(scheduler, LambdaLR):
-                base = group.setdefault("initial_lr", group["lr"])
-                factor = scheduler.lr_lambdas[-1]
-                scheduler.base_lrs.append(base)
-                scheduler.lr_lambdas.append(factor)
+                factor = scheduler.lr_lambdas[index - 1]
+                scheduler.lr_lambdas.insert(index, factor)
                 group["lr"] = base * factor(scheduler.last_epoch)
-                scheduler._last_lr = [g["lr"] for g in scheduler.optimizer.param_groups]
+            elif isinstance(scheduler, PlanScheduler):
+                group["lr"] = scheduler.get_lr()[index]
+            scheduler._last_lr = [other["lr"] for other in groups]
 
     def refuse_group(self) -> None:
         """Called before a group is added.
@@ -94,7 +106,7 @@ class AttachedSchedulers:
             RuntimeError: an attached scheduler keeps per-group values that nothing can extend.
         """
         for scheduler in self.schedulers:
-            if not isinstance(scheduler, LambdaLR):
+            if not isinstance(scheduler, (LambdaLR, PlanScheduler)):
                 raise RuntimeError(
                     f"ClockedOptimizer.add_param_group: {type(scheduler).__name__} cannot take a "
                     "group after it was built; add the group first, or use LambdaLR"
