@@ -13,13 +13,13 @@ from torch.optim import LBFGS, Optimizer
 from .loss_scale import LossScale
 
 __all__ = [
-    "check_choice",
     "check_closure_optimizer",
     "check_count",
     "check_loss",
     "check_loss_scale",
     "check_max_norm",
     "check_norm_type",
+    "check_policies",
     "check_weight",
     "list_optimizers",
 ]
@@ -36,12 +36,19 @@ def check_count(name: str, value: Any) -> int:
     return value
 
 
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> str:
-    """`value`, one of `choices`."""
-    if value not in choices:
-        listed = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"{_WHERE}: {name} must be one of {listed}, got {value!r}")
-    return str(value)
+_POLICIES = {
+    "reduction": ("mean", "sum"),
+    "nonfinite": ("skip", "raise", "propagate"),
+    "tail": ("flush", "carry", "drop"),
+}
+
+
+def check_policies(**given: Any) -> None:
+    """Refuses a policy that does not exist."""
+    for name, value in given.items():
+        if value not in _POLICIES[name]:
+            listed = ", ".join(map(repr, _POLICIES[name]))
+            raise ValueError(f"{_WHERE}: {name} must be one of {listed}, got {value!r}")
 
 
 def check_max_norm(value: Any) -> float | None:

@@ -95,14 +95,11 @@ class ClockedOptimizer(OptimizerFacade):
     ) -> None:
         self.optimizers = arguments.list_optimizers(optimizer)
         steps = arguments.check_count("gradient_accumulation_steps", gradient_accumulation_steps)
-        tail = arguments.check_choice("tail", tail, ("flush", "carry", "drop"))
+        arguments.check_policies(reduction=reduction, nonfinite=nonfinite, tail=tail)
+        self.reduction, self.nonfinite = reduction, nonfinite
         steps, self.tail = plan_binding.follow_plan(plan, steps, tail)
         self._clip = ClipSettings(
             arguments.check_max_norm(max_grad_norm), arguments.check_norm_type(norm_type)
-        )
-        self.reduction = arguments.check_choice("reduction", reduction, ("mean", "sum"))
-        self.nonfinite = arguments.check_choice(
-            "nonfinite", nonfinite, ("skip", "raise", "propagate")
         )
         if max_consecutive_skips is not None:
             arguments.check_count("max_consecutive_skips", max_consecutive_skips)
