@@ -1,0 +1,251 @@
+"""The memory ledger: what each part of training takes, set against what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["ActivationFit", "MemoryLedger", "estimate_activation_bytes"]
+
+# Moments of the size of a parameter that an optimizer keeps; its step counters are left out.
+_MOMENTS = {"sgd": 0, "adam": 2, "adamw": 2}
+_EXTRA_MOMENTS = {"momentum": ("sgd",), "amsgrad": ("adam", "adamw")}
+_16_BIT = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryLedger:
+    """Bytes of a training run on one device. Counted, not allocated: meta tensors are welcome.
+
+    Attributes:
+        parameter_bytes: the parameters, each once, trained or not.
+        buffer_bytes: what else a module keeps on the device.
+        gradient_bytes: one gradient of each trained parameter; where no accumulator is apart, it is
+            the accumulator as well.
+        accumulator_bytes: window sums in a dtype that is not the gradient's.
+        master_bytes: fp32 copies of 16-bit parameters.
+        moment_bytes: the optimizer's state.
+        ema_bytes: averaged weights, fp32 for 16-bit parameters.
+        activation_bytes: as given.
+
+    Example:
+        >>> ledger = MemoryLedger.of(7_000_000_000, optimizer="adamw")
+        >>> ledger.total_bytes
+        112000000000
+        >>> print(MemoryLedger.of(1_000_000, optimizer="sgd").table(measured_bytes=10_000_000))
+        parameters          4,000,000
+        gradients           4,000,000
+        total               8,000,000
+        measured peak      10,000,000
+        unexplained         2,000,000   20.0 % of the peak
+    """
+
+    parameter_bytes: int = 0
+    buffer_bytes: int = 0
+    gradient_bytes: int = 0
+    accumulator_bytes: int = 0
+    master_bytes: int = 0
+    moment_bytes: int = 0
+    ema_bytes: int = 0
+    activation_bytes: int = 0
+
+    @staticmethod
+    def of(
+        source: torch.nn.Module | Iterable[Tensor] | int,
+        *,
+        optimizer: torch.optim.Optimizer | str = "adamw",
+        momentum: bool = False,
+        amsgrad: bool = False,
+        dtype: torch.dtype | None = None,
+        gradient_accumulation_steps: int = 1,
+        accumulate_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
+        ema: bool = False,
+        activation_bytes: int = 0,
+    ) -> MemoryLedger:
+        """The ledger of a model.
+
+        Args:
+            source: a module, its parameters, or how many there are. A parameter that comes twice
+                (tied weights) counts once; one that needs no gradient counts as a parameter alone.
+            optimizer: "sgd", "adam" or "adamw"; or a torch optimizer of one of these, which also
+                says `momentum` and `amsgrad`.
+            momentum: SGD keeps one moment.
+            amsgrad: Adam keeps a third moment.
+            dtype: of the parameters; None takes each one's own, and fp32 for a number of them.
+            gradient_accumulation_steps: with more than one, 16-bit gradients get fp32 accumulators.
+            accumulate_dtype: of the accumulators; None is as described.
+            master_weights: 16-bit parameters have fp32 masters, and fp32 moments with them; without
+                masters, moments have the parameter's dtype.
+            ema: averaged weights are kept.
+            activation_bytes: of the largest micro batch; see `estimate_activation_bytes` and
+                `ActivationFit`.
+
+        Raises:
+            TypeError, ValueError: an argument is outside its range.
+        """
+        parts = {name: 0 for name in (field.name for field in fields(MemoryLedger))}
+        parts["activation_bytes"] = _check_count("activation_bytes", activation_bytes, least=0)
+        steps = _check_count("gradient_accumulation_steps", gradient_accumulation_steps, least=1)
+        num_moments = _count_moments(optimizer, momentum=momentum, amsgrad=amsgrad)
+        if isinstance(source, torch.nn.Module):
+            parts["buffer_bytes"] = sum(b.nbytes for b in _once(source.buffers()))
+        for numel, own, is_trained in _list_parameters(source):
+            kept = own if dtype is None else dtype
+            parts["parameter_bytes"] += numel * kept.itemsize
+            if not is_trained:
+                continue
+            wide = torch.float32 if kept in _16_BIT else kept
+            sums = accumulate_dtype or (wide if steps > 1 else kept)
+            has_master = master_weights and wide != kept
+            parts["gradient_bytes"] += numel * kept.itemsize
+            parts["accumulator_bytes"] += numel * sums.itemsize if sums != kept else 0
+            parts["master_bytes"] += numel * wide.itemsize if has_master else 0
+            parts["moment_bytes"] += num_moments * numel * (wide if has_master else kept).itemsize
+            parts["ema_bytes"] += numel * wide.itemsize if ema else 0
+        return MemoryLedger(**parts)
+
+    @property
+    def total_bytes(self) -> int:
+        """All parts together."""
+        return sum(vars(self).values())
+
+    def unexplained_bytes(self, measured_bytes: int) -> int:
+        """What of a measured peak no part explains; below 0 where the ledger claims too much."""
+        return measured_bytes - self.total_bytes
+
+    def rows(self) -> list[tuple[str, int]]:
+        """Name and bytes of each part that is not empty."""
+        names = {name: f"{name.removesuffix('_bytes')}s" for name in vars(self)}
+        names |= {"ema_bytes": "averaged weights", "master_bytes": "master weights"}
+        return [(names[name], size) for name, size in vars(self).items() if size]
+
+    def table(self, *, measured_bytes: int | None = None) -> str:
+        """The parts as text, and the rest of a measured peak that they do not explain."""
+        rows = [*self.rows(), ("total", self.total_bytes)]
+        share = ""
+        if measured_bytes is not None:
+            rest = self.unexplained_bytes(measured_bytes)
+            rows += [("measured peak", measured_bytes), ("unexplained", rest)]
+            share = f"   {rest / measured_bytes:.1%} of the peak".replace("%", " %")
+        return "\n".join(f"{name:<16}{size:>13,}" for name, size in rows) + share
+
+
+def estimate_activation_bytes(
+    *, batch_size: int, num_layers: int, sequence_length: int, hidden_size: int, k: float = 14.0
+) -> int:
+    """A transformer's activations in one micro batch: ``B * L * S * H * k`` bytes.
+
+    Args:
+        batch_size: B, samples in a micro batch.
+        num_layers: L.
+        sequence_length: S, tokens of a sample.
+        hidden_size: H.
+        k: bytes kept for each element of the hidden state in a layer, 8 to 20. Where two peaks can
+            be measured, `ActivationFit` is better.
+
+    Raises:
+        ValueError: `k` is outside 8 to 20, or a count is not positive.
+
+    Example:
+        >>> sizes = {"batch_size": 4, "num_layers": 32, "sequence_length": 2048}
+        >>> [estimate_activation_bytes(**sizes, hidden_size=4096, k=k) >> 30 for k in (8, 20)]
+        [8, 20]
+    """
+    if not 8 <= k <= 20:
+        raise ValueError(
+            f"estimate_activation_bytes: k must be from 8 to 20, got {k}; measure two batch sizes "
+            "and use ActivationFit where a model is outside"
+        )
+    counts = (
+        ("batch_size", batch_size),
+        ("num_layers", num_layers),
+        ("sequence_length", sequence_length),
+        ("hidden_size", hidden_size),
+    )
+    elements = 1
+    for name, value in counts:
+        elements *= _check_count(name, value, least=1, where="estimate_activation_bytes")
+    return round(elements * k)
+
+
+@dataclass(frozen=True)
+class ActivationFit:
+    """A line through the peaks of two batch sizes: a fixed part, and a part for each sample.
+
+    Example:
+        >>> fit = ActivationFit.through((2, 1_200_000), (8, 1_800_000))
+        >>> fit.fixed_bytes, fit.bytes_per_sample, fit.activation_bytes(16)
+        (1000000, 100000, 1600000)
+    """
+
+    fixed_bytes: int
+    bytes_per_sample: int
+
+    @staticmethod
+    def through(first: tuple[int, int], second: tuple[int, int]) -> ActivationFit:
+        """The line through two measurements, each a batch size and its peak in bytes.
+
+        Raises:
+            ValueError: the batch sizes are the same, or the peak falls as they grow.
+        """
+        (small, low), (large, high) = sorted((first, second))
+        if small == large or high < low:
+            raise ValueError(
+                "ActivationFit.through: two batch sizes must differ, and the larger have the "
+                f"larger peak, got {first} and {second}; measure further apart"
+            )
+        each = round((high - low) / (large - small))
+        return ActivationFit(low - small * each, each)
+
+    def activation_bytes(self, batch_size: int) -> int:
+        """What a batch adds to the fixed part."""
+        return batch_size * self.bytes_per_sample
+
+
+def _list_parameters(
+    source: torch.nn.Module | Iterable[Tensor] | int,
+) -> list[tuple[int, torch.dtype, bool]]:
+    """Elements, dtype and whether it is trained, of each parameter once."""
+    if isinstance(source, (bool, int, float)):
+        return [(_check_count("the number of parameters", source, least=1), torch.float32, True)]
+    params = _once(source.parameters() if isinstance(source, torch.nn.Module) else source)
+    if not params:
+        raise ValueError("MemoryLedger.of: source must have parameters, got none; pass the model")
+    return [(p.numel(), p.dtype, p.requires_grad) for p in params]
+
+
+def _once(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _count_moments(optimizer: torch.optim.Optimizer | str, *, momentum: bool, amsgrad: bool) -> int:
+    name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
+    kind = name.lower()
+    if kind not in _MOMENTS:
+        raise ValueError(
+            f"MemoryLedger.of: optimizer must be one of {', '.join(_MOMENTS)}, got {name}; pass "
+            "the one that keeps as many moments"
+        )
+    extra = {"momentum": momentum, "amsgrad": amsgrad}
+    if not isinstance(optimizer, str):
+        extra = {key: bool(optimizer.defaults.get(key)) for key in extra}
+    for key, kinds in _EXTRA_MOMENTS.items():
+        if extra[key] and kind not in kinds:
+            raise ValueError(
+                f"MemoryLedger.of: {key} must go with {' or '.join(kinds)}, got {name}; leave it "
+                "out"
+            )
+    return _MOMENTS[kind] + sum(extra.values())
+
+
+def _check_count(name: str, value: Any, *, least: int, where: str = "MemoryLedger.of") -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{where}: {name} must be an integer, got {value!r}; pass a whole number")
+    if value < least:
+        raise ValueError(f"{where}: {name} must be {least} or more, got {value}")
+    return value

@@ -1,0 +1,159 @@
+"""The memory ledger: bytes of each part, against cases, arithmetic and real tensors."""
+
+import pytest
+import torch
+from helpers import clocked_sgd
+
+from stepclock_ext import ClockedOptimizer
+from stepclock_ext.memory import ActivationFit, MemoryLedger, estimate_activation_bytes
+
+MILLION = 1_000_000
+HUGE = 2_476_250_368  # elements; as a 32-bit size it would be negative
+
+
+def meta(*shape, dtype=torch.float32, requires_grad=True):
+    tensor = torch.empty(*shape, dtype=dtype, device="meta")
+    return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+
+
+@pytest.mark.parametrize("steps", [4, 64])
+def test_a_million_bf16_parameters_with_adamw(steps):
+    """Case 57: 2 + 2 + 4 + 4 MB; 20 MB with fp32 masters and moments; the same for any K > 1."""
+    params = [meta(1000, 500, dtype=torch.bfloat16), meta(500_000, dtype=torch.bfloat16)]
+    ledger = MemoryLedger.of(params, gradient_accumulation_steps=steps)
+    assert ledger == MemoryLedger(
+        parameter_bytes=2 * MILLION,
+        gradient_bytes=2 * MILLION,
+        accumulator_bytes=4 * MILLION,
+        moment_bytes=4 * MILLION,
+    )
+    assert ledger.total_bytes == 12 * MILLION
+    masters = MemoryLedger.of(params, gradient_accumulation_steps=steps, master_weights=True)
+    assert (masters.master_bytes, masters.moment_bytes) == (4 * MILLION, 8 * MILLION)
+    assert masters.total_bytes == 20 * MILLION
+
+
+def test_more_elements_than_32_bits_count():
+    """Case 42: 9 905 001 472 bytes for the fp32 accumulator."""
+    half = MemoryLedger.of([meta(HUGE, dtype=torch.float16)], gradient_accumulation_steps=2)
+    assert half.accumulator_bytes == 9_905_001_472
+    full = MemoryLedger.of([meta(HUGE)], gradient_accumulation_steps=2)
+    assert full.gradient_bytes == 9_905_001_472  # the gradient itself is the accumulator
+    assert full.accumulator_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "bytes_each"),
+    [
+        ({"optimizer": "sgd"}, 8),
+        ({"optimizer": "SGD", "momentum": True}, 12),
+        ({"optimizer": "adamw"}, 16),
+        ({"optimizer": "adam", "amsgrad": True}, 20),
+        ({"optimizer": "adamw", "ema": True}, 20),
+        ({"optimizer": "adamw", "gradient_accumulation_steps": 8}, 16),
+        ({"optimizer": "adamw", "accumulate_dtype": torch.float64}, 24),
+        ({"optimizer": "adamw", "dtype": torch.bfloat16}, 8),
+        ({"optimizer": "adamw", "dtype": torch.bfloat16, "ema": True}, 12),
+        ({"optimizer": "adamw", "dtype": torch.float64, "master_weights": True}, 32),
+        ({"optimizer": "adamw", "accumulate_dtype": torch.bfloat16, "dtype": torch.bfloat16}, 8),
+    ],
+)
+def test_bytes_a_parameter(options, bytes_each):
+    assert MemoryLedger.of(7_000_000_000, **options).total_bytes == 7_000_000_000 * bytes_each
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tied_parameters_count_once_and_frozen_ones_are_only_kept(device):
+    with torch.device(device):
+        model = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.Linear(10, 10))
+        model.register_buffer("mask", torch.zeros(6, dtype=torch.int64))
+    model[1].weight = model[0].weight
+    model[1].bias.requires_grad_(False)
+    assert MemoryLedger.of(model) == MemoryLedger(
+        parameter_bytes=4 * 120, gradient_bytes=4 * 110, moment_bytes=8 * 110, buffer_bytes=48
+    )
+    w = meta(5)
+    assert MemoryLedger.of([w, w]) == MemoryLedger.of(iter([w]))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: torch.optim.SGD(params, lr=0.1),
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        lambda params: torch.optim.AdamW(params),
+        lambda params: torch.optim.Adam(params, amsgrad=True),
+    ],
+    ids=["SGD", "SGD with momentum", "AdamW", "Adam with amsgrad"],
+)
+def test_the_ledger_is_what_the_tensors_of_a_run_take(make):
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.BatchNorm1d(40))
+    inner = make(model.parameters())
+    opt = ClockedOptimizer(inner, gradient_accumulation_steps=2)
+    for _ in range(3):  # an update, and a window that is open
+        opt.backward(model(torch.randn(4, 30)).square().mean())
+        opt.step()
+    params = list(model.parameters())
+    moments = [v for p in params for v in opt.state.get(p, {}).values()]
+    ledger = MemoryLedger.of(model, optimizer=inner, gradient_accumulation_steps=2)
+    assert ledger.parameter_bytes == sum(p.nbytes for p in params)
+    assert ledger.gradient_bytes == sum(p.grad.nbytes for p in params)
+    assert ledger.moment_bytes == sum(v.nbytes for v in moments if v is not None and v.dim())
+    assert ledger.buffer_bytes == sum(b.nbytes for b in model.buffers())
+
+
+def test_the_table_shows_what_a_peak_does_not_explain():
+    ledger = MemoryLedger.of(MILLION, activation_bytes=3_000_000)
+    assert ledger.rows() == [
+        ("parameters", 4_000_000),
+        ("gradients", 4_000_000),
+        ("moments", 8_000_000),
+        ("activations", 3_000_000),
+    ]
+    assert ledger.unexplained_bytes(20_000_000) == 1_000_000
+    *_, total, measured, rest = ledger.table(measured_bytes=20_000_000).splitlines()
+    assert total.split() == ["total", "19,000,000"]
+    assert measured.split() == ["measured", "peak", "20,000,000"]
+    assert rest.split() == ["unexplained", "1,000,000", "5.0", "%", "of", "the", "peak"]
+    assert ledger.unexplained_bytes(18_000_000) == -1_000_000
+
+
+def test_activations_are_estimated_or_fitted():
+    sizes = {"batch_size": 2, "num_layers": 3, "sequence_length": 5, "hidden_size": 7}
+    assert estimate_activation_bytes(**sizes, k=8) == 2 * 3 * 5 * 7 * 8
+    assert estimate_activation_bytes(**sizes) == 2 * 3 * 5 * 7 * 14
+    fit = ActivationFit.through((16, 2_600), (4, 1_400))
+    assert fit == ActivationFit(1_000, 100)
+    assert [fit.fixed_bytes + fit.activation_bytes(batch) for batch in (4, 16)] == [1_400, 2_600]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: MemoryLedger.of([]), ValueError, "must have parameters, got none"),
+        (lambda: MemoryLedger.of(0), ValueError, "number of parameters must be 1 or more, got 0"),
+        (lambda: MemoryLedger.of(1.5), TypeError, "must be an integer, got 1.5"),
+        (lambda: MemoryLedger.of(1, optimizer="lion"), ValueError, "adamw, got lion"),
+        (lambda: MemoryLedger.of(1, momentum=True), ValueError, "must go with sgd, got adamw"),
+        (lambda: MemoryLedger.of(1, gradient_accumulation_steps=0), ValueError, "got 0"),
+        (lambda: MemoryLedger.of(1, activation_bytes=-1), ValueError, "0 or more, got -1"),
+        (lambda: ActivationFit.through((4, 10), (4, 10)), ValueError, "must differ"),
+        (lambda: ActivationFit.through((4, 10), (8, 9)), ValueError, "larger peak"),
+        (
+            lambda: estimate_activation_bytes(
+                batch_size=1, num_layers=1, sequence_length=1, hidden_size=1, k=34
+            ),
+            ValueError,
+            "k must be from 8 to 20, got 34",
+        ),
+    ],
+)
+def test_bad_arguments_are_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_ledger_of_an_unknown_optimizer_says_which_are_known():
+    opt = clocked_sgd(torch.nn.Parameter(torch.ones(2)))
+    with pytest.raises(ValueError, match="must be one of sgd, adam, adamw, got ClockedOptimizer;"):
+        MemoryLedger.of(1, optimizer=opt)
