@@ -3,7 +3,8 @@
 from .backends import backends
 from .backends.contract import BackendStatus
 from .clock import StepClock
-from .errors import NonFiniteGradientError
+from .errors import NonFiniteGradientError, ScheduleMismatchError
+from .fence import FenceReport, LRFence
 from .loss_scale import LossScale
 from .optimizer import ClockedOptimizer
 from .plan import TrainPlan
@@ -13,9 +14,12 @@ from .step_info import StepInfo
 __all__ = [
     "BackendStatus",
     "ClockedOptimizer",
+    "FenceReport",
+    "LRFence",
     "LossScale",
     "NonFiniteGradientError",
     "Schedule",
+    "ScheduleMismatchError",
     "StepClock",
     "StepInfo",
     "TrainPlan",

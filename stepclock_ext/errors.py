@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-__all__ = ["NonFiniteGradientError"]
+if TYPE_CHECKING:
+    from .fence_report import FenceReport
+
+__all__ = ["NonFiniteGradientError", "ScheduleMismatchError"]
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -21,3 +25,18 @@ class NonFiniteGradientError(RuntimeError):
 
     def __reduce__(self) -> tuple[type, tuple[str, list[str]]]:
         return type(self), (str(self), self.parameters)
+
+
+class ScheduleMismatchError(RuntimeError):
+    """A checkpoint was made under another plan, and the caller did not say how to go on.
+
+    Attributes:
+        report: what differs, and what it would do to the learning rate.
+    """
+
+    def __init__(self, message: str, report: FenceReport) -> None:
+        super().__init__(message)
+        self.report = report
+
+    def __reduce__(self) -> tuple[type, tuple[str, FenceReport]]:
+        return type(self), (str(self), self.report)

@@ -19,6 +19,7 @@ from .facade import OptimizerFacade
 from .loss_scale import LossScale
 from .norm import Measurement
 from .plan import TrainPlan
+from .remapped_curve import RemappedCurve
 from .schedulers import AttachedSchedulers
 from .step_info import StepInfo
 from .update_pass import ClipSettings, UpdatePass
@@ -108,7 +109,9 @@ class ClockedOptimizer(OptimizerFacade):
         self._needs_closure = arguments.check_closure_optimizer(self.optimizers, steps, scale)
         self._settings = WindowSettings(steps, scale)
         self._model = model
-        self.plan = plan
+        self.plan = self._own_plan = plan
+        self._curve: RemappedCurve | None = None
+        self._last_lr: tuple[float, ...] = ()
         self.clock = StepClock(updates_per_epoch=plan_binding.window_updates_per_epoch(plan))
         self._window = Window(scale=self._settings.scale)
         self._backend = ops.make_backend(backend)
@@ -295,13 +298,41 @@ class ClockedOptimizer(OptimizerFacade):
         """
         return wrapper_state.save(self)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(
+        self,
+        state: dict[str, Any],
+        *,
+        remap: str | None = None,
+        lr_scaling: str | None = None,
+        scheduler_factory: Callable[[Optimizer], LRScheduler] | None = None,
+    ) -> None:
         """Takes over what `state_dict` gave, of this wrapper or of the bare optimizer.
 
+        The saved plan must be the plan now; without plans, window length, tail, reduction and clip
+        must be the saved ones.
+
+        Args:
+            state: as `state_dict` gave it.
+            remap: how to go on under another plan: "by_samples", "by_progress", "keep_lr" or "hold"
+                (see `remap.remap`), or "as_is": saved counters and schedulers, at your own risk.
+            lr_scaling: "linear" or "sqrt" multiplies the rest of the curve by that rule of the
+                effective batch.
+            scheduler_factory: makes a scheduler of your own for the new horizon, from this wrapper
+                (``lambda opt: CosineAnnealingLR(opt, T_max=opt.plan.total_updates)``); it is then
+                moved through the updates done.
+
         Raises:
-            ValueError: the state is not of these optimizers and schedulers; nothing has changed.
+            ScheduleMismatchError: the plans differ and `remap` is None; carries the report.
+            TypeError, ValueError: the state is not of these optimizers and schedulers, or the remap
+                cannot be done. Nothing has changed in any of these cases.
         """
-        wrapper_state.load(self, state)
+        wrapper_state.load(
+            self,
+            state,
+            remap=remap,
+            lr_scaling=lr_scaling,
+            scheduler_factory=scheduler_factory,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return wrapper_state.pack(self)
@@ -341,7 +372,7 @@ class ClockedOptimizer(OptimizerFacade):
         return self._settle_update(measurement)
 
     def _settle_update(self, measurement: Measurement) -> StepInfo:
-        lr = self._learning_rates()
+        lr = self._last_lr = self._learning_rates()
         window, scale = self._window, self._reported_scale()
         self.clock.tick_update()
         self._settings.settle(finite=True)

@@ -60,10 +60,20 @@ class AttachedSchedulers:
                 "build it with a larger total_steps, or stop training here"
             )
 
-    def step(self) -> None:
-        """One update has happened."""
+    def replace(self, schedulers: Sequence[LRScheduler]) -> None:
+        """Lets go of all schedulers but these."""
+        ended = [self.schedulers[index] for index in self._ended]
+        self.schedulers = list(schedulers)
+        self._ended = {
+            index
+            for index, scheduler in enumerate(self.schedulers)
+            if any(scheduler is other for other in ended)
+        }
+
+    def step(self, only: LRScheduler | None = None) -> None:
+        """One update has happened; `only` moves one scheduler, which has to catch up."""
         for index, scheduler in enumerate(self.schedulers):
-            if isinstance(scheduler, ReduceLROnPlateau):
+            if isinstance(scheduler, ReduceLROnPlateau) or only not in (None, scheduler):
                 continue
             if isinstance(scheduler, OneCycleLR) and scheduler.last_epoch + 1 >= int(
                 scheduler.total_steps

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from . import ops
+from . import ops, resume
 from .clock import StepClock
 from .loss_scale import LossScale
 from .window import Window
@@ -51,15 +51,28 @@ def _save_own(opt: ClockedOptimizer) -> dict[str, Any]:
         "loss_scale": scale.state_dict() if isinstance(scale, LossScale) else scale,
         "consecutive_skips": opt._settings.consecutive_skips,
         "schedulers": opt._schedulers.state_dict(),
+        **resume.describe(opt),
     }
 
 
-def load(opt: ClockedOptimizer, state: dict[str, Any]) -> None:
+def load(
+    opt: ClockedOptimizer,
+    state: dict[str, Any],
+    *,
+    remap: str | None,
+    lr_scaling: str | None,
+    scheduler_factory: resume.SchedulerFactory | None,
+) -> None:
     """Takes over a saved state. Everything is read and checked before anything changes."""
     if not isinstance(state, dict):
         raise TypeError(f"{_WHERE}: the state must be a dict, got {type(state).__name__}")
     _check_groups(opt, state)
     own = None if "stepclock" not in state else _read_own(opt, state["stepclock"])
+    resumption = resume.decide(
+        opt, state, how=remap, lr_scaling=lr_scaling, factory=scheduler_factory
+    )
+    if own is not None and resumption.keeps_schedulers:
+        opt._schedulers.check_state(own.schedulers)
     first_group = first_row = 0
     for inner in opt.optimizers:
         groups = state["param_groups"][first_group : first_group + len(inner.param_groups)]
@@ -71,7 +84,9 @@ def load(opt: ClockedOptimizer, state: dict[str, Any]) -> None:
     opt._start_window()
     opt._build_pass()  # lets go of the state tensors that were replaced
     if own is not None:
-        _apply_own(opt, own)
+        resume.go_on(opt, resumption)
+        _apply_own(opt, own, keeps_schedulers=resumption.keeps_schedulers)
+        resume.apply(opt, resumption, own.last_lr)
 
 
 def _part(state: dict[str, Any], groups: list[dict[str, Any]], first: int) -> dict[str, Any]:
@@ -107,6 +122,7 @@ class _Own:
     loss_scale: LossScale | float | None
     consecutive_skips: int
     schedulers: list[dict[str, Any]]
+    last_lr: list[float]
 
 
 def _read_own(opt: ClockedOptimizer, own: Any) -> _Own:
@@ -119,14 +135,14 @@ def _read_own(opt: ClockedOptimizer, own: Any) -> _Own:
     clock = StepClock(updates_per_epoch=opt.clock.updates_per_epoch)
     try:
         clock.load_state_dict(own["clock"])
-        opt._schedulers.check_state(own["schedulers"])
         return _Own(
             clock=clock,
             window=Window.from_state_dict(own["window"]),
             accumulators=_read_accumulators(opt, own["accumulators"]),
             loss_scale=_read_loss_scale(opt, own["loss_scale"]),
             consecutive_skips=own["consecutive_skips"],
-            schedulers=own["schedulers"],
+            schedulers=[dict(saved) for saved in own["schedulers"]],
+            last_lr=[float(rate) for rate in own["last_lr"]],
         )
     except (KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{_WHERE}: the state is damaged, {type(e).__name__}: {e}") from e
@@ -160,11 +176,13 @@ def _read_accumulators(opt: ClockedOptimizer, saved: dict[int, Tensor]) -> dict[
     return accumulators
 
 
-def _apply_own(opt: ClockedOptimizer, own: _Own) -> None:
+def _apply_own(opt: ClockedOptimizer, own: _Own, *, keeps_schedulers: bool) -> None:
     opt.clock.load_state_dict(own.clock.state_dict())
     opt._settings.loss_scale = own.loss_scale
     opt._settings.consecutive_skips = own.consecutive_skips
-    opt._schedulers.load_state_dict(own.schedulers)
+    opt._last_lr = tuple(own.last_lr)
+    if keeps_schedulers:
+        opt._schedulers.load_state_dict(own.schedulers)
     opt._pass.accumulator.restore(own.accumulators)
     opt._window = own.window
 
