@@ -25,7 +25,7 @@ class WindowGradients:
     Attributes:
         grads: one a row; None where the parameter took no part.
         walked: rows for the fast backend.
-        odd: rows for the reference (sparse gradients, other devices or dtypes).
+        odd: rows that plain PyTorch has to work on (sparse gradients, other devices or dtypes).
     """
 
     grads: list[Tensor | None]
@@ -83,13 +83,13 @@ class Accumulator:
     def has_unseen(self) -> bool:
         """Whether a gradient came or changed since `hold`, or since the window began.
 
-        Of more than 64 parameters an even sample of 64 is watched.
+        Of more than 512 parameters an even sample of 512 is watched.
         """
         return self._sample() != self._seen
 
     def _sample(self) -> list[tuple[int, int]]:
         """Identity and version of some gradients: a backward changes one or the other."""
-        step = -(-len(self.rows.params) // 64)
+        step = -(-len(self.rows.params) // 512)
         grads = (p.grad for p in self.rows.params[::step])
         return [(id(grad), grad._version) for grad in grads if grad is not None]
 
@@ -167,7 +167,10 @@ class Accumulator:
         rows = self.rows
         if not rows.all_walked or not rows.contiguous:
             return None
-        return ops.gather_gradients(rows.params, rows.layout(rows.every_row))  # type: ignore[return-value]
+        grads = ops.gather_gradients(rows.params, rows.layout(rows.every_row))
+        if grads is None or any(map(Tensor.is_neg, grads)):  # a negated view keeps its address
+            return None
+        return grads  # type: ignore[return-value]
 
     def _is_walkable(self, row: int, grad: Tensor) -> bool:
         """Whether the fast backend may walk the row; where ``p.data`` was replaced, it may not."""
@@ -197,7 +200,7 @@ class Accumulator:
                 p.grad = grad = grad.clone(memory_format=torch.contiguous_format)
             return grad
         same = grad.is_contiguous() if p.is_contiguous() else grad.stride() == p.stride()
-        if same and not grad.is_conj():
+        if same and not grad.is_conj() and not grad.is_neg():
             return grad
         packed = torch.empty_like(p, dtype=grad.dtype, memory_format=torch.preserve_format)
         packed = packed.detach().copy_(grad)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from .facade import OptimizerFacade
 from .loss_scale import LossScale
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "check_loss",
     "check_loss_scale",
     "check_max_norm",
+    "check_new_group",
     "check_norm_type",
     "check_policies",
     "check_weight",
@@ -116,6 +118,8 @@ def check_loss(loss: Any, *, needs_grad: bool) -> None:
             f"{where} must be a scalar, got shape {tuple(loss.shape)}; take its mean, and pass "
             "what it is the mean of as weight="
         )
+    if loss.is_complex():
+        raise TypeError(f"{where} must be real, got {loss.dtype}; take its absolute value or .real")
     if needs_grad and not loss.requires_grad:
         raise ValueError(
             f"{where} must require grad, got one that does not; was the forward run under no_grad?"
@@ -126,14 +130,12 @@ def list_optimizers(optimizer: Any) -> list[Optimizer]:
     """The inner optimizers: one, or a sequence of them that share no parameter."""
     given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     for inner in given:
-        if not isinstance(inner, Optimizer):
-            raise TypeError(f"{_WHERE}: optimizer must be a torch Optimizer, got {inner!r}")
+        if not isinstance(inner, Optimizer) or isinstance(inner, OptimizerFacade):
+            raise TypeError(
+                f"{_WHERE}: optimizer must be a torch Optimizer and no wrapper, got {inner!r}"
+            )
         for group in inner.param_groups:
-            if group.get("differentiable"):
-                raise ValueError(
-                    f"{_WHERE}: differentiable=True cannot go with accumulation in place, got it "
-                    f"in {type(inner).__name__}; use the optimizer without this wrapper"
-                )
+            _refuse_differentiable(group)
     params = [p for inner in given for group in inner.param_groups for p in group["params"]]
     if not params:
         raise ValueError(f"{_WHERE}: optimizer must hold at least one parameter, got none")
@@ -142,6 +144,27 @@ def list_optimizers(optimizer: Any) -> list[Optimizer]:
             f"{_WHERE}: a parameter must belong to one optimizer, got one that belongs to several"
         )
     return given
+
+
+def check_new_group(group: dict[str, Any], others: Sequence[Optimizer]) -> None:
+    """Refuses a group that is to be added: `others` are the optimizers that do not get it."""
+    _refuse_differentiable(group)
+    params = group["params"]
+    new = {id(p) for p in ([params] if isinstance(params, Tensor) else list(params))}
+    taken = (p for inner in others for old in inner.param_groups for p in old["params"])
+    if any(id(p) in new for p in taken):
+        raise ValueError(
+            f"{_WHERE}.add_param_group: a parameter must belong to one optimizer, got one that "
+            "another inner optimizer has"
+        )
+
+
+def _refuse_differentiable(group: dict[str, Any]) -> None:
+    if group.get("differentiable"):
+        raise ValueError(
+            f"{_WHERE}: differentiable=True cannot go with accumulation in place; use the "
+            "optimizer without this wrapper"
+        )
 
 
 def check_closure_optimizer(

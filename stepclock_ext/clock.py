@@ -158,9 +158,14 @@ class StepClock:
                 f"{where}: every_epochs needs the updates of an epoch, got updates_per_epoch=None; "
                 "set clock.updates_per_epoch, or use every="
             )
-        epochs = Fraction(str(every_epochs))  # the decimal that was written: 0.1 is one tenth
+        try:
+            epochs = Fraction(str(every_epochs))  # the decimal that was written: 0.1 is one tenth
+        except ValueError:
+            epochs = Fraction(0)
         if epochs <= 0:
-            raise ValueError(f"{where}: every_epochs must be positive, got {every_epochs!r}")
+            raise ValueError(
+                f"{where}: every_epochs must be a positive number, got {every_epochs!r}"
+            )
         return epochs * self.updates_per_epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -180,8 +185,14 @@ class StepClock:
         if missing:
             raise ValueError(f"StepClock.load_state_dict: the state lacks {', '.join(missing)}")
         for name in _COUNTERS:
-            setattr(self, name, state[name])
+            kinds = (int, float) if name == "weight_seen" else int
+            if not isinstance(state[name], kinds) or state[name] < 0:
+                raise ValueError(
+                    f"StepClock.load_state_dict: {name} must be a count, got {state[name]!r}"
+                )
         micro_step, position, weight_seen = state["window_start"]
+        for name in _COUNTERS:
+            setattr(self, name, state[name])
         self._window_start = (micro_step, position, weight_seen)
         self._fired = dict(state["fired"])
         self._fired_all = self.update_step

@@ -36,10 +36,11 @@ def run_closure(opt: ClockedOptimizer, closure: Callable[[], Any]) -> None:
         window.broken = "the closure raised"
         raise
     if not window.is_pending:
+        known = window.loss_known and isinstance(loss, (Tensor, float, int))
         opt._count_plain_backward()
         window.is_pending = True
-        if isinstance(loss, (Tensor, float, int)):
-            window.loss_known = True
+        window.loss_known = known
+        if known:
             window.add_loss(loss, 1.0)
 
 
@@ -161,6 +162,10 @@ class _Evaluations:
             loss = self.closure()
         window = opt._window
         if not window.is_pending:
+            if not isinstance(loss, (Tensor, float, int)):
+                raise TypeError(
+                    f"ClockedOptimizer.step: the closure must return the loss, got {loss!r}"
+                )
             opt._count_plain_backward()
             window.loss_known = True
             window.add_loss(loss, 1.0)

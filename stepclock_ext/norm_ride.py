@@ -121,6 +121,6 @@ def _register(p: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
 
 def _fits(grad: Tensor, p: Tensor) -> bool:
     """Whether `grad` lies in memory as `p` does."""
-    if grad.layout != torch.strided or grad.dtype != p.dtype or grad.is_conj():
+    if grad.layout != torch.strided or grad.dtype != p.dtype or grad.is_conj() or grad.is_neg():
         return False
     return grad.is_contiguous() if p.is_contiguous() else grad.stride() == p.stride()

@@ -113,7 +113,8 @@ class ClockedOptimizer(OptimizerFacade):
         self._curve: RemappedCurve | None = None
         self._last_lr: tuple[float, ...] = ()
         self.clock = StepClock(updates_per_epoch=plan_binding.window_updates_per_epoch(plan))
-        self._window = Window(scale=self._settings.scale)
+        self._window = Window(scale=self._settings.scale, is_scaled=scale is not None)
+        self._backend_name = backend
         self._backend = ops.make_backend(backend)
         self._schedulers = AttachedSchedulers([self, *self.optimizers])
         self._build_pass()
@@ -208,7 +209,7 @@ class ClockedOptimizer(OptimizerFacade):
         self._refuse_broken("step")
         self._refresh_rows()
         if self._needs_closure:
-            return closure_step.step_by_closure(self, closure)
+            return self._guarded(lambda: closure_step.step_by_closure(self, closure))
         if closure is not None:
             closure_step.run_closure(self, closure)
         window = self._window
@@ -220,7 +221,7 @@ class ClockedOptimizer(OptimizerFacade):
             return self._info()
         self._schedulers.refuse_ended()
         self.clock.tick_micro(window.end_micro_step())
-        return self._close_window()
+        return self._guarded(self._settle_window)
 
     @run_eagerly
     def flush(self) -> StepInfo:
@@ -230,24 +231,30 @@ class ClockedOptimizer(OptimizerFacade):
             return self._info()
         self._refresh_rows()
         self._schedulers.refuse_ended()
-        return self._close_window()
+        return self._guarded(self._settle_window)
 
     @run_eagerly
     def end_epoch(self) -> StepInfo:
         """Ends an epoch: the tail is flushed, carried or dropped, and the position starts again."""
         self._refuse_pending("end_epoch")
         info = self._info()
-        if self.tail == "flush":
-            info = self.flush()
-        elif self.tail == "drop":
+        if self.tail == "drop":
             self.clock.drop_window()
             self._start_window()
-        self.clock.end_epoch()
+        try:
+            if self.tail == "flush":
+                info = self.flush()
+        finally:  # also where a settled skip has raised at its limit
+            if self.tail == "carry" or not self.clock.micro_step_in_window:
+                self.clock.end_epoch()
         return info
 
     def discard(self) -> None:
         """Drops the open window: its gradients, micro steps, position and weight."""
         self.clock.rewind_window()
+        for group in self.param_groups:  # also of a group that is not known yet
+            for p in group["params"]:
+                p.grad = None
         self._start_window()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -283,8 +290,9 @@ class ClockedOptimizer(OptimizerFacade):
                 "ClockedOptimizer.add_param_group: a window is open, with "
                 f"{self.clock.micro_step_in_window} micro steps in it; add it after an update"
             )
-        self._schedulers.refuse_group()
         inner = self.optimizers[0]
+        self._schedulers.refuse_group(inner)
+        arguments.check_new_group(param_group, self.optimizers[1:])
         inner.add_param_group(param_group)
         self._schedulers.extend_to_group(inner.param_groups[-1])
         self._refresh_rows()
@@ -296,6 +304,7 @@ class ClockedOptimizer(OptimizerFacade):
 
         The bare optimizer loads it as it is. Only tensors and plain Python values.
         """
+        self._refuse_uncounted("state_dict")
         return wrapper_state.save(self)
 
     def load_state_dict(
@@ -335,6 +344,7 @@ class ClockedOptimizer(OptimizerFacade):
         )
 
     def __getstate__(self) -> dict[str, Any]:
+        self._refuse_uncounted("__getstate__")
         return wrapper_state.pack(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -349,12 +359,14 @@ class ClockedOptimizer(OptimizerFacade):
 
     # The end of a window.
 
-    def _close_window(self) -> StepInfo:
+    def _guarded(self, settle: Callable[[], StepInfo]) -> StepInfo:
+        """Runs the end of a window; where it raises before the window is settled, marks it."""
         try:
-            return self._settle_window()
+            return settle()
         except BaseException as error:
             if self.clock.micro_step_in_window:
-                self._window.broken = f"its update raised {type(error).__name__}"
+                moved = "; parameters may have moved" if self._window.is_updating else ""
+                self._window.broken = f"its end raised {type(error).__name__}{moved}"
             raise
 
     def _settle_window(self) -> StepInfo:
@@ -368,30 +380,31 @@ class ClockedOptimizer(OptimizerFacade):
         measurement = self._pass.measure(gradients, self._clip, divisor=divisor)
         if not measurement.finite and self.nonfinite != "propagate":
             return self._settle_skip(gradients, measurement)
-        self._pass.update(gradients, measurement)
+        self._pass.update(gradients, measurement, on_start=window.start_update)
         return self._settle_update(measurement)
 
     def _settle_update(self, measurement: Measurement) -> StepInfo:
         lr = self._last_lr = self._learning_rates()
-        window, scale = self._window, self._reported_scale()
+        window = self._window
         self.clock.tick_update()
         self._settings.settle(finite=True)
         self._start_window()
         self._opt_called = True  # torch's schedulers look for it before they step
         self._schedulers.step()
-        return self._info(window, measurement, lr=lr, scale=scale, updated=True)
+        return self._info(window, measurement, lr=lr, updated=True)
 
     def _settle_skip(self, gradients: WindowGradients, measurement: Measurement) -> StepInfo:
         update = self.clock.update_step + 1
         if self.nonfinite == "raise":
             raise self._pass.nonfinite_error("gradients are not finite", gradients, update)
-        window, scale = self._window, self._reported_scale()
+        window = self._window
         self.clock.tick_skip()
         self._settings.settle(finite=False)
-        info = self._info(window, measurement, scale=scale, skipped=True)
+        info = self._info(window, measurement, skipped=True)
         error = None
-        if self._settings.consecutive_skips == self.max_consecutive_skips:
-            what = f"{self.max_consecutive_skips} skips in a row"
+        skips, limit = self._settings.consecutive_skips, self.max_consecutive_skips
+        if limit is not None and skips >= limit:
+            what = f"{skips} skips in a row"
             error = self._pass.nonfinite_error(what, gradients, update)
         self._start_window()
         if error is not None:
@@ -409,6 +422,7 @@ class ClockedOptimizer(OptimizerFacade):
             return
         self._settings.adopt()
         self._window.scale = self._settings.scale
+        self._window.is_scaled = self.loss_scale is not None
 
     def _info(
         self,
@@ -416,11 +430,11 @@ class ClockedOptimizer(OptimizerFacade):
         measurement: Measurement | None = None,
         *,
         lr: tuple[float, ...] | None = None,
-        scale: float | None = None,
         updated: bool = False,
         skipped: bool = False,
     ) -> StepInfo:
-        """The outcome; without a measurement, of a step that ended no window."""
+        """The outcome; without a window and a measurement, of a step that ended none."""
+        seeded = window or self._window
         return StepInfo(
             updated=updated,
             skipped=skipped,
@@ -428,7 +442,7 @@ class ClockedOptimizer(OptimizerFacade):
             grad_norm=None if measurement is None else measurement.norm,
             clipped_norm=None if measurement is None else measurement.clipped_norm,
             lr=self._learning_rates() if lr is None else lr,
-            loss_scale=self._reported_scale() if scale is None else scale,
+            loss_scale=seeded.scale if seeded.is_scaled else None,
             micro_step=self.clock.micro_step,
             update_step=self.clock.update_step,
         )
@@ -471,9 +485,6 @@ class ClockedOptimizer(OptimizerFacade):
     def _learning_rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in self.param_groups)
 
-    def _reported_scale(self) -> float | None:
-        return None if self.loss_scale is None else self._window.scale
-
     def _refuse_broken(self, method: str) -> None:
         if self._window.broken:
             raise RuntimeError(
@@ -481,9 +492,17 @@ class ClockedOptimizer(OptimizerFacade):
                 "call discard() and repeat its micro steps"
             )
 
+    def _refuse_uncounted(self, method: str) -> None:
+        """A copy or a checkpoint between backward and step would keep half of a micro step."""
+        if self._window.is_pending:
+            raise RuntimeError(
+                f"ClockedOptimizer.{method}: a backward is not yet counted as a micro step; call "
+                "step() first"
+            )
+
     def _refuse_pending(self, method: str) -> None:
         self._refuse_broken(method)
-        if self._window.is_pending:
+        if self._window.is_pending or self._pass.accumulator.has_unseen():
             raise RuntimeError(
                 f"ClockedOptimizer.{method}: a backward is not yet counted as a micro step; call "
                 "step() first"

@@ -39,7 +39,6 @@ class ParameterRows:
             self.params.extend(group["params"])
             self.group_rows.append(tuple(range(start, len(self.params))))
         self.backend = backend
-        self.reference = ops.make_backend("reference")
         supported = [backend.supports(p) for p in self.params]
         self.walked = frozenset(row for row, yes in enumerate(supported) if yes)
         self.all_walked = all(supported)
@@ -83,13 +82,13 @@ class ParameterRows:
         """The layout of some walked rows; kept, since windows repeat."""
         layout = self._layouts.get(rows)
         if layout is None:
-            if len(self._layouts) >= _MAX_LAYOUTS:
-                self._layouts.clear()
-            layout = self._layouts[rows] = ops.Layout.of(
+            layout = ops.Layout.of(
                 self.backend,
                 [self.params[row] for row in rows],
                 [self.first_slots[row] for row in rows],
             )
+            if len(rows) == 1 or len(self._layouts) < len(self.params) + _MAX_LAYOUTS:
+                self._layouts[rows] = layout
         return layout
 
     def release_gradients(self) -> None:

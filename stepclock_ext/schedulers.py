@@ -109,13 +109,16 @@ class AttachedSchedulers:
                 group["lr"] = scheduler.get_lr()[index]
             scheduler._last_lr = [other["lr"] for other in groups]
 
-    def refuse_group(self) -> None:
-        """Called before a group is added.
+    def refuse_group(self, inner: Optimizer) -> None:
+        """Called before a group is added to `inner`.
 
         Raises:
             RuntimeError: an attached scheduler keeps per-group values that nothing can extend.
         """
+        others = self._owners[1:]
         for scheduler in self.schedulers:
+            if any(scheduler.optimizer is other for other in others if other is not inner):
+                continue
             if not isinstance(scheduler, (LambdaLR, PlanScheduler)):
                 raise RuntimeError(
                     f"ClockedOptimizer.add_param_group: {type(scheduler).__name__} cannot take a "

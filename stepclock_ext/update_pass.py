@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,9 +86,16 @@ class UpdatePass:
             norm_type=settings.norm_type,
         )
 
-    def update(self, gradients: WindowGradients, measurement: Measurement) -> None:
+    def update(
+        self,
+        gradients: WindowGradients,
+        measurement: Measurement,
+        *,
+        on_start: Callable[[], None],
+    ) -> None:
         """Moves every optimizer once; all have agreed before the first one moves."""
         prepared = [updater.prepare(self.rows, gradients, self.names) for updater in self._updaters]
+        on_start()
         for updater, plans in zip(self._updaters, prepared, strict=True):
             updater.update(self.rows, gradients, measurement, plans)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Adam, Optimizer
+from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from . import ops
@@ -22,6 +22,8 @@ from .update_rules import RULES, BoundGroup, Rule
 
 __all__ = ["RulePlan", "Updater", "apply_in_place"]
 
+_TAKES_SPARSE = (SGD, Adagrad, SparseAdam)
+
 
 class Updater:
     """Runs one inner optimizer's updates.
@@ -30,9 +32,9 @@ class Updater:
 
         stock AdamW, Adam, SGD, every row walked   our fused rule (28 bytes a parameter for AdamW)
         another stock optimizer, fused=True        its grad_scale hook
-        any other                                  coefficient in place (unless it is 1), step()
+        any other, and any with step hooks         coefficient in place (unless it is 1), step()
 
-    Step hooks see the true gradient: where there are any, the coefficient is applied first.
+    Step hooks see the true gradient, and may change whatever they like before the update.
     """
 
     def __init__(self, inner: Optimizer, group_indices: Sequence[int]) -> None:
@@ -46,18 +48,23 @@ class Updater:
         """Refuses, before anything moves, gradients the optimizer cannot take.
 
         Raises:
-            TypeError: Adam or AdamW with a sparse gradient.
+            TypeError: a sparse gradient for a stock optimizer that takes none, or a dense one for
+                SparseAdam.
         """
-        if not isinstance(self.inner, Adam):
+        kind = type(self.inner)
+        takes_dense, takes_sparse = kind is not SparseAdam, kind in _TAKES_SPARSE
+        if not kind.__module__.startswith("torch.optim") or (takes_dense and not gradients.odd):
             return
-        for row in gradients.odd:
+        for row in self._rows_of(rows):
             grad = gradients.grads[row]
-            if grad is not None and grad.is_sparse and row in self._rows_of(rows):
-                raise TypeError(
-                    f"ClockedOptimizer: {type(self.inner).__name__} takes no sparse gradients, got "
-                    f"one for {names[row]!r}; use SGD, Adagrad or SparseAdam for it, or "
-                    "Embedding(sparse=False)"
-                )
+            if grad is None or (takes_sparse if grad.is_sparse else takes_dense):
+                continue
+            found, wanted = ("sparse", "dense") if grad.is_sparse else ("dense", "sparse")
+            raise TypeError(
+                f"ClockedOptimizer: {kind.__name__} takes no {found} gradients, got one for "
+                f"{names[row]!r}; make it {wanted} (Embedding(sparse=...)), or give the parameter "
+                "to another optimizer"
+            )
 
     def prepare(
         self, rows: ParameterRows, gradients: WindowGradients, names: Sequence[str]
@@ -68,7 +75,8 @@ class Updater:
             TypeError: a fused optimizer's state does not lie like its parameter any more.
         """
         groups = self._group_rows(rows, gradients)
-        plans = self._plan_rules(rows, groups, gradients) if self._is_stock_step() else None
+        runs_rule = self._is_stock_step() and not _has_step_hooks(self.inner)
+        plans = self._plan_rules(rows, groups, gradients) if runs_rule else None
         if plans is None:
             for group, group_rows in zip(self.inner.param_groups, groups, strict=True):
                 if group.get("fused"):
@@ -83,17 +91,15 @@ class Updater:
         plans: list[RulePlan] | None,
     ) -> None:
         """Moves the inner optimizer's parameters once, as `prepare` found. Its step hooks fire."""
-        groups = self._group_rows(rows, gradients)
-        hooked = _has_step_hooks(self.inner)
         if plans is None:
-            self._update_by_step(rows, groups, gradients, measurement, hooked)
+            groups = self._group_rows(rows, gradients)
+            self._update_by_step(rows, groups, gradients, measurement)
             return
-        stats = measurement.stats
-        if hooked:
-            apply_in_place(rows, gradients, measurement, chain.from_iterable(groups))
-            stats = ops.make_stats()
         self.inner._opt_called = True  # type: ignore[attr-defined]
-        _run_rules(self.inner, plans, stats)
+        for plan in plans:
+            torch.autograd.graph.increment_version(plan.bound.params)
+            plan.rule.run(plan.group, plan.bound, plan.grads, measurement.stats)
+            plan.bound.layout.release("GRAD")
 
     def _rows_of(self, rows: ParameterRows) -> set[int]:
         return {row for index in self.group_indices for row in rows.group_rows[index]}
@@ -162,9 +168,9 @@ class Updater:
         groups: list[tuple[int, ...]],
         gradients: WindowGradients,
         measurement: Measurement,
-        hooked: bool,
     ) -> None:
         coefficient = measurement.coefficient
+        hooked = _has_step_hooks(self.inner)
         by_scale = coefficient != 1.0 and not hooked and not gradients.odd
         if by_scale and _takes_grad_scale(self.inner, rows, groups, coefficient):
             _step_with_grad_scale(self.inner, coefficient)
@@ -190,17 +196,6 @@ def _has_step_hooks(inner: Optimizer) -> bool:
         or _global_optimizer_pre_hooks
         or _global_optimizer_post_hooks
     )
-
-
-@Optimizer.profile_hook_step
-def _run_rules(inner: Optimizer, plans: list[RulePlan], stats: Tensor) -> None:
-    """In the place of ``inner.step()``: torch's own decorator fires the step hooks around it."""
-    for plan in plans:
-        grads = plan.grads
-        if _has_step_hooks(inner):  # one of them may have put another gradient there
-            grads = [p.grad for p in plan.bound.params if p.grad is not None]
-        torch.autograd.graph.increment_version(plan.bound.params)
-        plan.rule.run(plan.group, plan.bound, grads, stats)
 
 
 def apply_in_place(
@@ -275,7 +270,7 @@ def _takes_grad_scale(
     if not all(group.get("fused") for group in inner.param_groups):
         return False
     narrow = all(rows.dtypes[row].itemsize <= 4 for group in groups for row in group)
-    return narrow and 0.0 < coefficient < math.inf
+    return narrow and 1e-37 < coefficient < math.inf
 
 
 def _step_with_grad_scale(inner: Optimizer, coefficient: float) -> None:

@@ -26,6 +26,8 @@ class Window:
         loss_sum: fp64 scalar, sum of weight * loss; None where a loss is not known.
         loss_known: no plain ``loss.backward()`` was among the micro steps.
         seeded: ``opt.backward`` put a gradient into this window.
+        is_scaled: there is a loss scale.
+        is_updating: parameters have begun to move.
         micro_weight: of the micro step that ``step()`` has not closed yet.
         is_pending: that micro step has called ``opt.backward``.
         broken: why the window cannot be finished; ``discard()`` clears it.
@@ -37,6 +39,8 @@ class Window:
     loss_sum: Tensor | None = None
     loss_known: bool = True
     seeded: bool = False
+    is_scaled: bool = False
+    is_updating: bool = False
     micro_weight: float = 0.0
     is_pending: bool = False
     broken: str | None = None
@@ -65,6 +69,10 @@ class Window:
         """Counts `weight` for the window and for its current micro step."""
         self.weight += weight
         self.micro_weight += weight
+
+    def start_update(self) -> None:
+        """From here on a failure leaves parameters that may have moved."""
+        self.is_updating = True
 
     def end_micro_step(self) -> float:
         """Closes the current micro step; returns its weight."""
@@ -98,6 +106,9 @@ class Window:
             raise ValueError(
                 f"Window: the state must have {sorted(vars(Window()))}, got {sorted(state)}"
             )
+        numbers = [state[name] for name in ("scale", "unit", "weight", "micro_weight")]
+        if not all(isinstance(number, (int, float)) for number in numbers):
+            raise ValueError(f"Window: scale, unit and weights must be numbers, got {numbers}")
         loss_sum = state["loss_sum"]
         tensor = None if loss_sum is None else torch.tensor(loss_sum, dtype=torch.float64)
         return Window(**{**state, "loss_sum": tensor})

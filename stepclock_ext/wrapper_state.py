@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ __all__ = ["load", "pack", "save", "unpack"]
 _VERSION = 1
 _WHERE = "ClockedOptimizer.load_state_dict"
 # Rebuilt from the rest when a wrapper is copied or unpickled.
-_DERIVED = ("_pass",)
+_DERIVED = ("_pass", "_backend")
 
 
 def save(opt: ClockedOptimizer) -> dict[str, Any]:
@@ -140,8 +141,11 @@ def _read_own(opt: ClockedOptimizer, own: Any) -> _Own:
             window=Window.from_state_dict(own["window"]),
             accumulators=_read_accumulators(opt, own["accumulators"]),
             loss_scale=_read_loss_scale(opt, own["loss_scale"]),
-            consecutive_skips=own["consecutive_skips"],
-            schedulers=[dict(saved) for saved in own["schedulers"]],
+            consecutive_skips=operator.index(own["consecutive_skips"]),
+            schedulers=[
+                {"state": dict(saved["state"]), "ended": bool(saved["ended"])}
+                for saved in own["schedulers"]
+            ],
             last_lr=[float(rate) for rate in own["last_lr"]],
         )
     except (KeyError, TypeError, AttributeError) as e:
@@ -190,7 +194,6 @@ def _apply_own(opt: ClockedOptimizer, own: _Own, *, keeps_schedulers: bool) -> N
 def pack(opt: ClockedOptimizer) -> dict[str, Any]:
     """Attributes for a copy. Accumulators go along: copying a parameter leaves its ``.grad``."""
     state = {name: value for name, value in vars(opt).items() if name not in _DERIVED}
-    state["_backend"] = opt._backend.name
     state["held"] = opt._pass.accumulator.held()
     return state
 
@@ -199,7 +202,7 @@ def unpack(opt: ClockedOptimizer, state: dict[str, Any]) -> None:
     """Makes `opt` the wrapper that `pack` described."""
     held = state.pop("held")
     opt.__dict__.update(state)
-    opt._backend = ops.make_backend(state["_backend"])
+    opt._backend = ops.make_backend(opt._backend_name)
     opt._build_pass()
     if held:
         opt._pass.accumulator.restore(held)

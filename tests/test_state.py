@@ -6,29 +6,12 @@ import pickle
 
 import pytest
 import torch
-from tolerance import assert_all_bit_equal, assert_bit_equal
+from tolerance import assert_all_bit_equal, assert_same_state
 from training import MAKERS, NUM_MICRO, SIZES, Training
 
 each_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 INSIDE = 6  # a micro step in the middle of a window
 PLAIN = (bool, int, float, str, type(None))
-
-
-def assert_same_state(actual, expected, where="state"):
-    """Equal key by key: types, values and bits."""
-    assert type(actual) is type(expected), where
-    if isinstance(expected, torch.Tensor):
-        assert_bit_equal(actual, expected)
-    elif isinstance(expected, dict):
-        assert list(actual) == list(expected), where
-        for key, value in expected.items():
-            assert_same_state(actual[key], value, f"{where}[{key!r}]")
-    elif isinstance(expected, (list, tuple)):
-        assert len(actual) == len(expected), where
-        for i, value in enumerate(expected):
-            assert_same_state(actual[i], value, f"{where}[{i}]")
-    else:
-        assert actual == expected, where
 
 
 def find_leaves(state):

@@ -95,3 +95,20 @@ def _largest(values):
     if math.isfinite(largest):
         return largest
     return values.abs().masked_fill(~values.isfinite(), 0.0).max().item()
+
+
+def assert_same_state(actual, expected, where="state"):
+    """Equal key by key: types, values and bits."""
+    assert type(actual) is type(expected), where
+    if isinstance(expected, torch.Tensor):
+        assert_bit_equal(actual, expected)
+    elif isinstance(expected, dict):
+        assert list(actual) == list(expected), where
+        for key, value in expected.items():
+            assert_same_state(actual[key], value, f"{where}[{key!r}]")
+    elif isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected), where
+        for i, value in enumerate(expected):
+            assert_same_state(actual[i], value, f"{where}[{i}]")
+    else:
+        assert actual == expected, where

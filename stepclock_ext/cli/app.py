@@ -12,6 +12,8 @@ from rich.console import Console
 import stepclock_ext
 
 from .doctor import print_doctor
+from .fence_command import fence
+from .plan_command import plan
 
 __all__ = ["app", "main"]
 
@@ -84,3 +86,7 @@ def demo(
 def doctor() -> None:
     """Show which backends can be used here, and the versions at work."""
     print_doctor(Console())
+
+
+app.command()(plan)
+app.command()(fence)
