@@ -249,13 +249,19 @@ class ClockedOptimizer(OptimizerFacade):
                 self.clock.end_epoch()
         return info
 
-    def discard(self) -> None:
-        """Drops the open window: its gradients, micro steps, position and weight."""
+    def discard(self) -> range:
+        """Drops the open window: its gradients, micro steps, position and weight.
+
+        Returns:
+            The micro steps to replay, counted from 1 as the clock does; empty without a window.
+        """
+        last = self.clock.micro_step
         self.clock.rewind_window()
         for group in self.param_groups:  # also of a group that is not known yet
             for p in group["params"]:
                 p.grad = None
         self._start_window()
+        return range(self.clock.micro_step + 1, last + 1)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients outside a window; inside one it does nothing (see `discard`)."""
