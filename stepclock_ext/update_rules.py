@@ -179,6 +179,9 @@ def _fitting(parts: list[BoundGroup]) -> list[BoundGroup] | None:
     try:
         for bound in parts:
             bound.layout.verify("PARAM", bound.params)
+            moments = [tensors for key, tensors in bound.columns.items() if key != "step"]
+            if moments and all(isinstance(t, Tensor) for t in moments[0]):
+                bound.layout.adopt_state_dtypes(moments[0])
             for key, tensors in bound.columns.items():
                 if not all(isinstance(t, Tensor) for t in tensors):
                     return None

@@ -6,11 +6,14 @@ import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from . import ops, resume
 from .clock import StepClock
 from .loss_scale import LossScale
+from .update_rules import RULES
 from .window import Window
 
 if TYPE_CHECKING:
@@ -78,7 +81,9 @@ def load(
     for inner in opt.optimizers:
         groups = state["param_groups"][first_group : first_group + len(inner.param_groups)]
         rows = sum(len(group["params"]) for group in groups)
-        inner.load_state_dict(_part(state, groups, first_row))
+        part = _part(state, groups, first_row)
+        inner.load_state_dict(part)
+        _keep_dtypes(inner, part)
         first_group += len(groups)
         first_row += rows
     opt.clock.rewind_window()
@@ -88,6 +93,23 @@ def load(
         resume.go_on(opt, resumption)
         _apply_own(opt, own, keeps_schedulers=resumption.keeps_schedulers)
         resume.apply(opt, resumption, own.last_lr)
+
+
+def _keep_dtypes(inner: Optimizer, part: dict[str, Any]) -> None:
+    """Gives fp32 states of 16-bit parameters their dtype back: torch rounds them in loading.
+
+    Only where a fused rule runs on such a pair.
+    """
+    if type(inner) not in RULES:
+        return
+    params = [p for group in inner.param_groups for p in group["params"]]
+    for index, values in part["state"].items():
+        state = inner.state[params[index]]
+        for key, saved in values.items():
+            if not isinstance(saved, Tensor) or saved.dtype != torch.float32:
+                continue
+            if state[key].dtype.itemsize == 2:
+                state[key] = saved.detach().clone().to(state[key].device)
 
 
 def _part(state: dict[str, Any], groups: list[dict[str, Any]], first: int) -> dict[str, Any]:

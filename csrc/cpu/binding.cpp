@@ -30,6 +30,15 @@ Table make_table(std::vector<int64_t> num_elements, const std::vector<int>& dtyp
   return Table(std::move(num_elements), std::move(codes), first_slots);
 }
 
+void set_state_dtypes(Table& table, const std::vector<int>& dtypes) {
+  if (static_cast<int64_t>(dtypes.size()) != table.num_rows()) {
+    throw py::value_error("Table.set_state_dtypes: one dtype a row");
+  }
+  std::vector<DType> codes;
+  for (const int code : dtypes) codes.push_back(static_cast<DType>(code));
+  table.set_state_dtypes(std::move(codes));
+}
+
 bool bind_column(Table& table, int column, const py::list& tensors) {
   if (column < 0 || column >= kNumColumns ||
       static_cast<int64_t>(tensors.size()) != table.num_rows()) {
@@ -68,6 +77,7 @@ void bind_tables(py::module_& module) {
       .def(py::init(&make_table), py::arg("num_elements"), py::arg("dtypes"),
            py::arg("first_slots"))
       .def("bind", &bind_column, py::arg("column"), py::arg("tensors"))
+      .def("set_state_dtypes", &set_state_dtypes, py::arg("dtypes"))
       .def("gather_gradients", &gather_gradients, py::arg("params"));
   py::enum_<Column>(module, "Column", py::arithmetic())
       .value("PARAM", kParam)

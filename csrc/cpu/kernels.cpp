@@ -67,13 +67,13 @@ void scale(T* x, int64_t n, double coefficient) {
   for (int64_t i = 0; i < n; ++i) store(x, i, load(x, i) * factor);
 }
 
-template <bool kDecoupled, bool kAmsgrad, typename T, typename C>
+template <bool kDecoupled, bool kAmsgrad, typename T, typename State, typename C>
 void adam_loop(const AdamChunk& chunk, const AdamStep<C>& step) {
   T* __restrict param = static_cast<T*>(chunk.param);
   const T* __restrict grad = static_cast<const T*>(chunk.grad);
-  T* __restrict exp_avg = static_cast<T*>(chunk.exp_avg);
-  T* __restrict exp_avg_sq = static_cast<T*>(chunk.exp_avg_sq);
-  T* __restrict max_exp_avg_sq = static_cast<T*>(chunk.max_exp_avg_sq);
+  State* __restrict exp_avg = static_cast<State*>(chunk.exp_avg);
+  State* __restrict exp_avg_sq = static_cast<State*>(chunk.exp_avg_sq);
+  State* __restrict max_exp_avg_sq = static_cast<State*>(chunk.max_exp_avg_sq);
   const AdamStep<C> s = step;
   for (int64_t i = 0; i < chunk.num_elements; ++i) {
     C p = load(param, i);
@@ -88,7 +88,7 @@ void adam_loop(const AdamChunk& chunk, const AdamStep<C>& step) {
   }
 }
 
-template <typename T>
+template <typename T, typename State>
 void adam(const AdamChunk& chunk, const AdamScalars& scalars, double coefficient) {
   using C = typename ComputeOf<T>::Type;
   // Adam without decay takes the decoupled path with a factor of one, which changes nothing.
@@ -104,18 +104,19 @@ void adam(const AdamChunk& chunk, const AdamScalars& scalars, double coefficient
       C(1.0 / __builtin_sqrt(chunk.bias2)),
   };
   if (scalars.amsgrad) {
-    return decoupled ? adam_loop<true, true, T>(chunk, step)
-                     : adam_loop<false, true, T>(chunk, step);
+    return decoupled ? adam_loop<true, true, T, State>(chunk, step)
+                     : adam_loop<false, true, T, State>(chunk, step);
   }
-  return decoupled ? adam_loop<true, false, T>(chunk, step)
-                   : adam_loop<false, false, T>(chunk, step);
+  return decoupled ? adam_loop<true, false, T, State>(chunk, step)
+                   : adam_loop<false, false, T, State>(chunk, step);
 }
 
-template <bool kDecay, bool kMomentum, bool kFirst, bool kNesterov, typename T, typename C>
+template <bool kDecay, bool kMomentum, bool kFirst, bool kNesterov, typename T, typename State,
+          typename C>
 void sgd_loop(const SgdChunk& chunk, const SgdStep<C>& step) {
   T* __restrict param = static_cast<T*>(chunk.param);
   const T* __restrict grad = static_cast<const T*>(chunk.grad);
-  T* __restrict buffer = static_cast<T*>(chunk.buffer);
+  State* __restrict buffer = static_cast<State*>(chunk.buffer);
   const SgdStep<C> s = step;
   for (int64_t i = 0; i < chunk.num_elements; ++i) {
     C p = load(param, i);
@@ -126,24 +127,24 @@ void sgd_loop(const SgdChunk& chunk, const SgdStep<C>& step) {
   }
 }
 
-template <bool kDecay, typename T, typename C>
+template <bool kDecay, typename T, typename State, typename C>
 void sgd_variant(const SgdChunk& chunk, const SgdScalars& scalars, const SgdStep<C>& step) {
-  if (chunk.buffer == nullptr) return sgd_loop<kDecay, false, false, false, T>(chunk, step);
+  if (chunk.buffer == nullptr) return sgd_loop<kDecay, false, false, false, T, State>(chunk, step);
   if (scalars.first) {
-    return scalars.nesterov ? sgd_loop<kDecay, true, true, true, T>(chunk, step)
-                            : sgd_loop<kDecay, true, true, false, T>(chunk, step);
+    return scalars.nesterov ? sgd_loop<kDecay, true, true, true, T, State>(chunk, step)
+                            : sgd_loop<kDecay, true, true, false, T, State>(chunk, step);
   }
-  return scalars.nesterov ? sgd_loop<kDecay, true, false, true, T>(chunk, step)
-                          : sgd_loop<kDecay, true, false, false, T>(chunk, step);
+  return scalars.nesterov ? sgd_loop<kDecay, true, false, true, T, State>(chunk, step)
+                          : sgd_loop<kDecay, true, false, false, T, State>(chunk, step);
 }
 
-template <typename T>
+template <typename T, typename State>
 void sgd(const SgdChunk& chunk, const SgdScalars& scalars, double coefficient) {
   using C = typename ComputeOf<T>::Type;
   const SgdStep<C> step = {C(coefficient), C(scalars.lr), C(scalars.momentum),
                            C(1.0 - scalars.dampening), C(scalars.weight_decay)};
-  return scalars.weight_decay == 0.0 ? sgd_variant<false, T>(chunk, scalars, step)
-                                     : sgd_variant<true, T>(chunk, scalars, step);
+  return scalars.weight_decay == 0.0 ? sgd_variant<false, T, State>(chunk, scalars, step)
+                                     : sgd_variant<true, T, State>(chunk, scalars, step);
 }
 
 // Calls function with a null pointer of the element type that dtype names.
@@ -188,21 +189,28 @@ void scale_any(DType dtype, void* x, int64_t n, double coefficient) {
 }
 
 template <typename T>
-void adam_tagged(T*, const AdamChunk& chunk, const AdamScalars& scalars, double coefficient) {
-  adam<T>(chunk, scalars, coefficient);
+void adam_tagged(T*, DType state, const AdamChunk& chunk, const AdamScalars& scalars,
+                 double coefficient) {
+  if (sizeof(T) == 2 && state == DType::kFloat32)
+    return adam<T, float>(chunk, scalars, coefficient);
+  adam<T, T>(chunk, scalars, coefficient);
 }
 
-void adam_any(DType dtype, const AdamChunk& chunk, const AdamScalars& scalars, double coefficient) {
-  dispatch(dtype, [&](auto* tag) { adam_tagged(tag, chunk, scalars, coefficient); });
+void adam_any(DType dtype, DType state, const AdamChunk& chunk, const AdamScalars& scalars,
+              double coefficient) {
+  dispatch(dtype, [&](auto* tag) { adam_tagged(tag, state, chunk, scalars, coefficient); });
 }
 
 template <typename T>
-void sgd_tagged(T*, const SgdChunk& chunk, const SgdScalars& scalars, double coefficient) {
-  sgd<T>(chunk, scalars, coefficient);
+void sgd_tagged(T*, DType state, const SgdChunk& chunk, const SgdScalars& scalars,
+                double coefficient) {
+  if (sizeof(T) == 2 && state == DType::kFloat32) return sgd<T, float>(chunk, scalars, coefficient);
+  sgd<T, T>(chunk, scalars, coefficient);
 }
 
-void sgd_any(DType dtype, const SgdChunk& chunk, const SgdScalars& scalars, double coefficient) {
-  dispatch(dtype, [&](auto* tag) { sgd_tagged(tag, chunk, scalars, coefficient); });
+void sgd_any(DType dtype, DType state, const SgdChunk& chunk, const SgdScalars& scalars,
+             double coefficient) {
+  dispatch(dtype, [&](auto* tag) { sgd_tagged(tag, state, chunk, scalars, coefficient); });
 }
 
 #define STEPCLOCK_STRING_OF(name) #name

@@ -53,8 +53,9 @@ struct Kernels {
   double (*accumulate)(DType, void* accumulator, const void* grad, int64_t num_elements, bool store,
                        bool want_sum);
   void (*scale)(DType, void* x, int64_t num_elements, double coefficient);
-  void (*adam)(DType, const AdamChunk&, const AdamScalars&, double coefficient);
-  void (*sgd)(DType, const SgdChunk&, const SgdScalars&, double coefficient);
+  // The state (moments, buffer) has the parameter's dtype, or is fp32 beside a 16-bit parameter.
+  void (*adam)(DType, DType state, const AdamChunk&, const AdamScalars&, double coefficient);
+  void (*sgd)(DType, DType state, const SgdChunk&, const SgdScalars&, double coefficient);
 };
 
 namespace baseline {

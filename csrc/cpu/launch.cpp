@@ -130,7 +130,7 @@ void adam(const Table& table, const AdamScalars& scalars, const double* coeffici
                                   chunk.num_elements,
                                   bias.bias1,
                                   bias.bias2};
-    kernels.adam(dtype, adam_chunk, scalars, signed_coefficient);
+    kernels.adam(dtype, table.state_dtype(chunk.row), adam_chunk, scalars, signed_coefficient);
   });
 }
 
@@ -142,7 +142,7 @@ void sgd(const Table& table, const SgdScalars& scalars, const double* coefficien
     const SgdChunk sgd_chunk = {table.at(kParam, chunk), table.at(kGrad, chunk),
                                 scalars.momentum != 0.0 ? table.at(kBuffer, chunk) : nullptr,
                                 chunk.num_elements};
-    kernels.sgd(dtype, sgd_chunk, scalars, signed_coefficient);
+    kernels.sgd(dtype, table.state_dtype(chunk.row), sgd_chunk, scalars, signed_coefficient);
   });
 }
 

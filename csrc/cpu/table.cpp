@@ -14,7 +14,7 @@ constexpr int64_t kElementsPerThread = 16384;
 
 Table::Table(std::vector<int64_t> num_elements, std::vector<DType> dtypes,
              const std::vector<int64_t>& first_slots)
-    : num_elements_(std::move(num_elements)), dtypes_(std::move(dtypes)) {
+    : num_elements_(std::move(num_elements)), dtypes_(std::move(dtypes)), state_dtypes_(dtypes_) {
   for (int64_t row = 0; row < num_rows(); ++row) {
     int64_t slot = first_slots[row];
     for (int64_t begin = 0; begin < num_elements_[row]; begin += kChunkElements) {
@@ -36,8 +36,10 @@ int Table::useful_threads(int num_threads) const {
       std::clamp<int64_t>(total_elements_ / kElementsPerThread, 1, std::max(num_threads, 1)));
 }
 
-int64_t Table::element_bytes(int64_t row) const {
-  switch (dtypes_[row]) {
+int64_t Table::element_bytes(Column column, int64_t row) const {
+  const bool is_state =
+      column == kExpAvg || column == kExpAvgSq || column == kMaxExpAvgSq || column == kBuffer;
+  switch (is_state ? state_dtypes_[row] : dtypes_[row]) {
     case DType::kFloat64:
       return 8;
     case DType::kBFloat16:

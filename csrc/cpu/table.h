@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
@@ -37,6 +38,9 @@ class Table {
   int64_t num_rows() const { return static_cast<int64_t>(num_elements_.size()); }
   const std::vector<Chunk>& chunks() const { return chunks_; }
   DType dtype(int64_t row) const { return dtypes_[row]; }
+  // Of the moments and the buffer.
+  DType state_dtype(int64_t row) const { return state_dtypes_[row]; }
+  void set_state_dtypes(std::vector<DType> dtypes) { state_dtypes_ = std::move(dtypes); }
   int64_t num_elements(int64_t row) const { return num_elements_[row]; }
 
   // Points a column at new addresses, one a row. True if any differs from before.
@@ -47,7 +51,7 @@ class Table {
   void* at(Column column, const Chunk& chunk) const {
     if (columns_[column].empty()) return nullptr;
     return reinterpret_cast<void*>(columns_[column][chunk.row] +
-                                   chunk.begin * element_bytes(chunk.row));
+                                   chunk.begin * element_bytes(column, chunk.row));
   }
   // A row's scalar (the step counter), whatever the row's own dtype.
   float* scalar(Column column, int64_t row) const {
@@ -58,10 +62,11 @@ class Table {
   int useful_threads(int num_threads) const;
 
  private:
-  int64_t element_bytes(int64_t row) const;
+  int64_t element_bytes(Column column, int64_t row) const;
 
   std::vector<int64_t> num_elements_;
   std::vector<DType> dtypes_;
+  std::vector<DType> state_dtypes_;
   std::vector<Chunk> chunks_;
   std::vector<uintptr_t> columns_[kNumColumns];
   int64_t total_elements_ = 0;

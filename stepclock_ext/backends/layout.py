@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CHUNK_ELEMENTS",
+    "STATE_COLUMNS",
     "Layout",
     "chunk_sizes",
     "is_dense",
@@ -27,6 +28,10 @@ __all__ = [
 # A chunk owns one slot of the window's sums. Fixed, since sums are added chunk by chunk: another
 # size would be other bits. 16384 fp32 values are 64 KiB, some 20 microseconds of work for a core.
 CHUNK_ELEMENTS = 16384
+
+
+STATE_COLUMNS = ("EXP_AVG", "EXP_AVG_SQ", "MAX_EXP_AVG_SQ", "BUFFER")
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 def num_chunks(num_elements: int) -> int:
@@ -91,6 +96,7 @@ class Layout:
         dtypes: of those numbers.
         strides: of each row's tensors; None where the row is contiguous.
         first_slots: where each row's chunk sums begin in the window's slots.
+        state_dtypes: of moments and buffer in each row: as `dtypes`, or fp32 beside 16 bits.
         verified: the list that was last found to fit, for each column.
         cache: what the backend keeps beside the layout (address tables).
     """
@@ -100,6 +106,7 @@ class Layout:
     dtypes: tuple[torch.dtype, ...]
     strides: tuple[tuple[int, ...] | None, ...]
     first_slots: tuple[int, ...]
+    state_dtypes: list[torch.dtype] = field(default_factory=list)
     verified: dict[str, Sequence[Tensor]] = field(default_factory=dict)
     cache: dict[str, Any] = field(default_factory=dict)
 
@@ -117,6 +124,7 @@ class Layout:
             dtypes=tuple(real_dtype(t.dtype) for t in tensors),
             strides=tuple(None if t.is_contiguous() else t.stride() for t in tensors),
             first_slots=tuple(first_slots),
+            state_dtypes=[real_dtype(t.dtype) for t in tensors],
         )
 
     @property
@@ -127,6 +135,21 @@ class Layout:
             for first, size in zip(self.first_slots, self.num_elements, strict=True)
         )
         return max(ends, default=0)
+
+    def adopt_state_dtypes(self, states: Sequence[Tensor]) -> None:
+        """Takes the dtypes of `states`, one of the state columns, for all of them.
+
+        A row's state is of its own dtype, or fp32 where that has 16 bits; where it is neither, the
+        row keeps what it had, and `check` will refuse the column.
+        """
+        found = [
+            torch.float32 if state.dtype == torch.float32 and own in _HALVES else own
+            for state, own in zip(states, self.dtypes, strict=True)
+        ]
+        if found != self.state_dtypes:
+            self.release(*STATE_COLUMNS)
+            self.cache.pop("states_sent", None)
+            self.state_dtypes[:] = found
 
     def verify(self, column: str, tensors: Sequence[Tensor]) -> None:
         """Checks `tensors`; the same list only once where the backend sees if one of them moves.
@@ -156,7 +179,8 @@ class Layout:
             if column == "STEP":
                 _check_step(where, tensor)
                 continue
-            size, dtype, strides = self.num_elements[row], self.dtypes[row], self.strides[row]
+            dtypes = self.state_dtypes if column in STATE_COLUMNS else self.dtypes
+            size, dtype, strides = self.num_elements[row], dtypes[row], self.strides[row]
             if num_real(tensor) != size or real_dtype(tensor.dtype) != dtype:
                 raise TypeError(
                     f"{where}: must hold {size} values of {dtype}, got {tuple(tensor.shape)} "

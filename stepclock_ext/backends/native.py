@@ -120,6 +120,7 @@ class NativeBackend:
         scalars: AdamScalars,
     ) -> None:
         table = self._bind(layout, "PARAM", params)
+        self._send_state_dtypes(table, layout)
         self._bind(layout, "GRAD", grads)
         self._bind(layout, "EXP_AVG", states.exp_avgs)
         self._bind(layout, "EXP_AVG_SQ", states.exp_avg_sqs)
@@ -148,6 +149,7 @@ class NativeBackend:
         scalars: SgdScalars,
     ) -> None:
         table = self._bind(layout, "PARAM", params)
+        self._send_state_dtypes(table, layout)
         self._bind(layout, "GRAD", grads)
         if buffers is not None:
             self._bind(layout, "BUFFER", buffers)
@@ -168,6 +170,11 @@ class NativeBackend:
         if grads is not None:
             layout.cache["gathered"] = (params, grads)
         return grads
+
+    def _send_state_dtypes(self, table: Any, layout: Layout) -> None:
+        if not layout.cache.get("states_sent"):
+            table.set_state_dtypes([_DTYPE_CODES[dtype] for dtype in layout.state_dtypes])
+            layout.cache["states_sent"] = True
 
     def _table(self, layout: Layout) -> Any:
         table = layout.cache.get(self.name)
