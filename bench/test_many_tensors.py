@@ -76,8 +76,8 @@ class BareOps:
 
 
 def test_what_the_wrapper_itself_costs(benchmark: Any) -> None:
-    """Tensors of one element: the kernels have nothing to do, so this is Python and addresses."""
-    params = make_parameters(NUM_TENSORS, 1)
+    """Tensors of two elements: the kernels have nothing to do, so this is Python and addresses."""
+    params = make_parameters(NUM_TENSORS, 2)
     ours = OursLoop(params, make_gradients(params), micro_steps=1)
     ours.prepare()
     ours.update()
@@ -87,7 +87,7 @@ def test_what_the_wrapper_itself_costs(benchmark: Any) -> None:
         ours.optimizer.discard()
         ours.prepare()
 
-    moved = 32 * NUM_TENSORS
+    moved = 64 * NUM_TENSORS
     race = Race(
         [
             Rival("ours", prepare, ours.update, moved),

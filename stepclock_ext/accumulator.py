@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -149,7 +150,7 @@ class Accumulator:
 
     def _check_held(self, grads: list[Tensor | None]) -> None:
         """Autograd adds in place, so within a window an accumulator stays the object it was."""
-        if self._held is None:
+        if self._held is None or all(map(is_, self._held, grads)):
             return
         for row, (before, now) in enumerate(zip(self._held, grads, strict=True)):
             if before is now or before is None:
@@ -168,7 +169,7 @@ class Accumulator:
         if not rows.all_walked or not rows.contiguous:
             return None
         grads = ops.gather_gradients(rows.params, rows.layout(rows.every_row))
-        if grads is None or any(map(Tensor.is_neg, grads)):  # a negated view keeps its address
+        if grads is None or any(grads[row].is_neg() for row in rows.single):
             return None
         return grads  # type: ignore[return-value]
 

@@ -22,6 +22,8 @@ class ParameterRows:
         params: every parameter, group after group.
         group_rows: rows of each group.
         every_row: all of them.
+        single: rows of one element. Only there can a contiguous gradient be a negated view (the
+            imaginary part of a conjugate), which keeps the address of what it negates.
         dtypes: of each parameter, as it was when the snapshot was made.
         is_stale: a parameter was found changed (``p.data`` replaced): renew the snapshot.
         walked: rows that the fast backend walks (dense, on its device, of a dtype it knows).
@@ -55,6 +57,7 @@ class ParameterRows:
         self.first_odd_slot = self.num_slots
         self.num_slots += len(self.params)
         self.every_row = tuple(range(len(self.params)))
+        self.single = [row for row, p in enumerate(self.params) if p.numel() == 1]
         self._layouts: dict[tuple[int, ...], ops.Layout] = {}
 
     def is_current(self, groups: Iterable[Mapping[str, Any]]) -> bool:
