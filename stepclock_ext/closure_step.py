@@ -55,13 +55,13 @@ def step_by_closure(opt: ClockedOptimizer, closure: Callable[[], Any] | None) ->
     _refuse_earlier_backward(opt)
     opt._schedulers.refuse_ended()
     evaluations = _Evaluations(opt, closure)
-    loss = None
     try:
         loss = evaluations.evaluate()
-    except BaseException as error:
-        if not isinstance(error, _NonFiniteError):
-            opt._window.broken = "the closure raised"
-            raise
+    except _NonFiniteError:
+        loss = None  # what was measured decides below
+    except BaseException:
+        opt._window.broken = "the closure raised"
+        raise
     opt.clock.tick_micro(opt._window.end_micro_step())
     window, measurement = opt._window, evaluations.measurement
     gradients = opt._pass.collect(seeded=window.seeded)

@@ -118,11 +118,7 @@ class ClockedOptimizer(OptimizerFacade):
         self._backend = ops.make_backend(backend)
         self._schedulers = AttachedSchedulers([self, *self.optimizers])
         self._build_pass()
-        given = list(schedulers)
-        if plan is not None and not given:
-            given = [plan.make_scheduler(self)]
-        for scheduler in given:
-            self.attach(scheduler)
+        self._attach_first(list(schedulers))
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -281,6 +277,13 @@ class ClockedOptimizer(OptimizerFacade):
         """
         self._schedulers.attach(scheduler, plan=self.plan)
 
+    def _attach_first(self, given: list[LRScheduler]) -> None:
+        """The schedulers of the constructor; without any, the plan's own."""
+        if self.plan is not None and not given:
+            given = [self.plan.make_scheduler(self)]
+        for scheduler in given:
+            self.attach(scheduler)
+
     def report_metric(self, value: float) -> None:
         """Moves attached metric schedulers such as ``ReduceLROnPlateau``."""
         self._schedulers.report_metric(value)
@@ -310,7 +313,7 @@ class ClockedOptimizer(OptimizerFacade):
 
         The bare optimizer loads it as it is. Only tensors and plain Python values.
         """
-        self._refuse_uncounted("state_dict")
+        self._refuse_uncounted("state_dict", is_uncounted=self._window.is_pending)
         return wrapper_state.save(self)
 
     def load_state_dict(
@@ -350,7 +353,7 @@ class ClockedOptimizer(OptimizerFacade):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        self._refuse_uncounted("__getstate__")
+        self._refuse_uncounted("__getstate__", is_uncounted=self._window.is_pending)
         return wrapper_state.pack(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -478,8 +481,8 @@ class ClockedOptimizer(OptimizerFacade):
 
     def _count_plain_backward(self) -> None:
         """A micro step of weight 1 by ``loss.backward()``, which knows no loss scale."""
-        grads = self._pass.accumulator.grads()
-        if self.loss_scale is not None and any(grad is not None for grad in grads):
+        has_scale = self.loss_scale is not None
+        if has_scale and any(grad is not None for grad in self._pass.accumulator.grads()):
             raise RuntimeError(
                 "ClockedOptimizer.step: with a loss scale every micro step must call "
                 "opt.backward(loss), which seeds it, and this one did not (plain "
@@ -498,9 +501,9 @@ class ClockedOptimizer(OptimizerFacade):
                 "call discard() and repeat its micro steps"
             )
 
-    def _refuse_uncounted(self, method: str) -> None:
-        """A copy or a checkpoint between backward and step would keep half of a micro step."""
-        if self._window.is_pending:
+    def _refuse_uncounted(self, method: str, *, is_uncounted: bool) -> None:
+        """Between backward and step, what happened is half of a micro step."""
+        if is_uncounted:
             raise RuntimeError(
                 f"ClockedOptimizer.{method}: a backward is not yet counted as a micro step; call "
                 "step() first"
@@ -508,11 +511,8 @@ class ClockedOptimizer(OptimizerFacade):
 
     def _refuse_pending(self, method: str) -> None:
         self._refuse_broken(method)
-        if self._window.is_pending or self._pass.accumulator.has_unseen():
-            raise RuntimeError(
-                f"ClockedOptimizer.{method}: a backward is not yet counted as a micro step; call "
-                "step() first"
-            )
+        pending = self._window.is_pending or self._pass.accumulator.has_unseen()
+        self._refuse_uncounted(method, is_uncounted=pending)
 
 
 # torch's schedulers patch `step` of the optimizer they are built on, to learn that it was called,

@@ -53,8 +53,8 @@ class AttachedSchedulers:
         Raises:
             RuntimeError: a one-cycle schedule has no rate for one more update.
         """
-        for index in sorted(self._ended):
-            total = self.schedulers[index].total_steps  # type: ignore[attr-defined]
+        if self._ended:
+            total = self.schedulers[min(self._ended)].total_steps  # type: ignore[attr-defined]
             raise RuntimeError(
                 f"ClockedOptimizer: OneCycleLR is planned for {total} updates and all are done; "
                 "build it with a larger total_steps, or stop training here"
