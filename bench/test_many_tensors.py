@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 from interleave import Race, Rival
-from workloads import OursLoop, PlainLoop, make_gradients, make_parameters, update_rival
+from workloads import (
+    ADAM_SCALARS,
+    OursLoop,
+    PlainLoop,
+    make_gradients,
+    make_parameters,
+    update_rival,
+)
 
 from stepclock_ext import ops
 
@@ -51,16 +58,7 @@ class BareOps:
             [state[p][key] for p in self.params] for key in ("step", "exp_avg", "exp_avg_sq")
         ]
         self.states = ops.AdamStates(columns[0], columns[1], columns[2], None)
-        self.scalars = ops.AdamScalars(
-            lr=1e-4,
-            beta1=0.9,
-            beta2=0.999,
-            eps=1e-8,
-            weight_decay=0.01,
-            decoupled=True,
-            amsgrad=False,
-            maximize=False,
-        )
+        self.scalars = ADAM_SCALARS
 
     def update(self) -> None:
         """What the wrapper's update comes down to."""

@@ -14,6 +14,7 @@ import torch
 import triad
 from interleave import Race, Rival
 from workloads import (
+    ADAM_SCALARS,
     MICRO_STEPS,
     OursLoop,
     PlainLoop,
@@ -90,16 +91,7 @@ def test_update_kernel_against_a_triad_of_the_same_mix(benchmark: Any) -> None:
     grads = [torch.randn_like(p) for p in params]
     layout = ops.Layout.of(ops.make_backend("cpu"), params)
     states = ops.AdamStates(steps, moments[0], moments[1], None)
-    scalars = ops.AdamScalars(
-        lr=1e-4,
-        beta1=0.9,
-        beta2=0.999,
-        eps=1e-8,
-        weight_decay=0.01,
-        decoupled=True,
-        amsgrad=False,
-        maximize=False,
-    )
+    scalars = ADAM_SCALARS
     stats = ops.make_stats()
 
     def nothing() -> None:

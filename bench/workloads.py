@@ -9,13 +9,32 @@ import torch
 from interleave import Rival
 from torch import Tensor
 
-from stepclock_ext import ClockedOptimizer, LossScale
+from stepclock_ext import ClockedOptimizer, LossScale, ops
 
-__all__ = ["MAX_NORM", "SCALE", "OursLoop", "PlainLoop", "make_gradients", "make_parameters"]
+__all__ = [
+    "ADAM_SCALARS",
+    "MAX_NORM",
+    "SCALE",
+    "OursLoop",
+    "PlainLoop",
+    "make_gradients",
+    "make_parameters",
+]
 
 SCALE = 65536.0
 MAX_NORM = 1.0  # gradients are standard normal, so the clip binds
 MICRO_STEPS = 2
+# The loops' AdamW, for kernels that are called directly.
+ADAM_SCALARS = ops.AdamScalars(
+    lr=1e-4,
+    beta1=0.9,
+    beta2=0.999,
+    eps=1e-8,
+    weight_decay=0.01,
+    decoupled=True,
+    amsgrad=False,
+    maximize=False,
+)
 
 
 def make_parameters(num_tensors: int, num_elements: int, seed: int = 0) -> list[torch.nn.Parameter]:
