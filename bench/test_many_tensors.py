@@ -67,7 +67,7 @@ class BareOps:
         ops.sum_squares_(self.slots, grads, self.layout)
         ops.coefficient_(self.stats, self.slots, self.layout, divisor=1.0, max_norm=1.0)
         ops.adam_(self.params, self.states, grads, self.stats, self.layout, self.scalars)
-        self.layout.release("GRAD")
+        self.layout.release("ACCUMULATOR")
         del grads
         for p in self.params:
             p.grad = None

@@ -87,7 +87,7 @@ def _fill_slots(accumulator: Accumulator, gradients: WindowGradients, *, maxima:
         pending = tuple(row for row in pending if not rows.dtypes[row].is_complex)
     if pending:
         layout, grads = rows.layout(pending), gradients.of(pending)
-        layout.verified["GRAD"] = grads  # collect() made them fit
+        layout.verified["ACCUMULATOR"] = grads  # collect() made them fit
         (ops.max_abs_ if maxima else ops.sum_squares_)(slots, grads, layout)
     for row in (*gradients.odd, *by_magnitude):
         magnitudes = _magnitudes(gradients.grads[row])

@@ -28,28 +28,37 @@ from torch import Tensor
 
 from .backends import backends, make_backend
 from .backends.contract import (
+    AccumulateSlots,
     AdamScalars,
     AdamStates,
     Backend,
     BackendStatus,
+    Companions,
     SgdScalars,
     clip_factor,
 )
 from .backends.layout import (
     CHUNK_ELEMENTS,
+    HALVES,
     Layout,
     chunk_sizes,
     num_chunks,
     num_real,
     real_view,
 )
+from .backends.rounding import join, round_stochastically, split, update_key
+
+_NO_COMPANIONS = Companions()
 
 __all__ = [
     "CHUNK_ELEMENTS",
+    "HALVES",
+    "AccumulateSlots",
     "AdamScalars",
     "AdamStates",
     "Backend",
     "BackendStatus",
+    "Companions",
     "Layout",
     "SgdScalars",
     "accumulate_",
@@ -60,16 +69,21 @@ __all__ = [
     "coefficient_",
     "gather_gradients",
     "holds_same",
+    "join",
     "make_backend",
     "make_slots",
     "make_stats",
     "max_abs_",
+    "move_average_",
     "num_chunks",
     "num_real",
     "real_view",
+    "round_stochastically",
     "scale_",
     "sgd_",
+    "split",
     "sum_squares_",
+    "update_key",
 ]
 
 
@@ -81,7 +95,7 @@ def gather_gradients(params: list[Tensor], layout: Layout) -> list[Tensor] | Non
     """
     grads = layout.backend.gather_gradients(params, layout)
     if grads is not None:
-        layout.verified["GRAD"] = grads
+        layout.verified["ACCUMULATOR"] = grads
     return grads
 
 
@@ -113,7 +127,7 @@ def sum_squares_(slots: Tensor, tensors: Sequence[Tensor], layout: Layout) -> No
 
     Args:
         slots: fp64, at least ``layout.num_slots`` long; slots of other rows are left alone.
-        tensors: floating point or complex, as `layout` says.
+        tensors: window sums, floating point or complex, as `layout` says.
         layout: made of `tensors`, or of tensors like them.
 
     Raises:
@@ -121,7 +135,7 @@ def sum_squares_(slots: Tensor, tensors: Sequence[Tensor], layout: Layout) -> No
         ValueError: a tensor has other strides than its row, or `slots` is too short.
     """
     _check_slots(slots, layout)
-    layout.verify("GRAD", tensors)
+    layout.verify("ACCUMULATOR", tensors)
     layout.backend.sum_squares_(slots, tensors, layout)
 
 
@@ -132,7 +146,7 @@ def max_abs_(slots: Tensor, tensors: Sequence[Tensor], layout: Layout) -> None:
     part, which finds every NaN and infinity; `max_abs_` of complex tensors is no infinity norm.
     """
     _check_slots(slots, layout)
-    layout.verify("GRAD", tensors)
+    layout.verify("ACCUMULATOR", tensors)
     layout.backend.max_abs_(slots, tensors, layout)
 
 
@@ -142,25 +156,31 @@ def accumulate_(
     layout: Layout,
     *,
     slots: Tensor | None = None,
+    grad_slots: Tensor | None = None,
+    prior_slots: Tensor | None = None,
     store: bool = False,
 ) -> None:
-    """Adds `grads` to `accumulators`, and with `slots` also writes the sums of squares.
+    """Adds `grads` to `accumulators`, and in the same pass writes sums of squares.
 
     Args:
-        accumulators: as `layout` says.
-        grads: as `layout` says.
+        accumulators: as `layout` says: of the gradients' dtype, or fp32 beside 16 bits.
+        grads: one micro step's, as `layout` says.
         layout: of both.
-        slots: gets each chunk's sum of squares of the new accumulator, in the same pass.
+        slots: gets each chunk's sum of squares of the new accumulator.
+        grad_slots: gets those of the gradients alone.
+        prior_slots: gets those of the accumulators as they were; 0 where `store` is set.
         store: overwrite the accumulators instead of adding: the first micro step of a window.
 
     Raises:
         TypeError, ValueError: as `sum_squares_`.
     """
-    if slots is not None:
-        _check_slots(slots, layout)
+    into = AccumulateSlots(slots, grad_slots, prior_slots)
+    for wanted in (slots, grad_slots, prior_slots):
+        if wanted is not None:
+            _check_slots(wanted, layout)
     layout.verify("ACCUMULATOR", accumulators)
     layout.verify("GRAD", grads)
-    layout.backend.accumulate_(accumulators, slots, grads, layout, store=store)
+    layout.backend.accumulate_(accumulators, into, grads, layout, store=store)
 
 
 def coefficient_(
@@ -191,65 +211,93 @@ def coefficient_(
 
 
 def scale_(tensors: Sequence[Tensor], stats: Tensor, layout: Layout) -> None:
-    """Multiplies `tensors` by the coefficient in `stats`."""
+    """Multiplies `tensors`, window sums, by the coefficient in `stats`."""
     _check_stats(stats)
-    layout.verify("GRAD", tensors)
+    layout.verify("ACCUMULATOR", tensors)
     layout.backend.scale_(tensors, stats, layout)
 
 
 def adam_(
     params: Sequence[Tensor],
     states: AdamStates,
-    grads: Sequence[Tensor],
+    sums: Sequence[Tensor],
     stats: Tensor,
     layout: Layout,
     scalars: AdamScalars,
+    companions: Companions = _NO_COMPANIONS,
 ) -> None:
-    """One update of Adam or AdamW with ``coefficient * grads``; adds 1 to each step.
+    """One update of Adam or AdamW with ``coefficient * sums``; adds 1 to each step.
 
     Kingma & Ba 2015; decoupled decay of Loshchilov & Hutter 2019; amsgrad of Reddi et al. 2018.
 
     Args:
         params: written; as `layout` says.
         states: written; moments as `layout` says, steps fp32 scalars.
-        grads: window sums, read.
+        sums: the window's, read.
         stats: holds the coefficient.
-        layout: of params, moments and grads.
+        layout: of params, moments and sums.
         scalars: the settings.
+        companions: written; masters and averages that move in the same pass, and the rounding.
 
     Raises:
         TypeError, ValueError: as `sum_squares_`.
     """
     _check_stats(stats)
     layout.verify("PARAM", params)
-    layout.verify("GRAD", grads)
+    layout.verify("ACCUMULATOR", sums)
     layout.verify("STEP", states.steps)
     layout.verify("EXP_AVG", states.exp_avgs)
     layout.verify("EXP_AVG_SQ", states.exp_avg_sqs)
     if states.max_exp_avg_sqs is not None:
         layout.verify("MAX_EXP_AVG_SQ", states.max_exp_avg_sqs)
-    layout.backend.adam_(params, states, grads, stats, layout, scalars)
+    _verify_companions(companions, layout)
+    layout.backend.adam_(params, states, sums, stats, layout, scalars, companions)
 
 
 def sgd_(
     params: Sequence[Tensor],
     buffers: Sequence[Tensor] | None,
-    grads: Sequence[Tensor],
+    sums: Sequence[Tensor],
     stats: Tensor,
     layout: Layout,
     scalars: SgdScalars,
+    companions: Companions = _NO_COMPANIONS,
 ) -> None:
-    """One update of SGD with ``coefficient * grads``.
+    """One update of SGD with ``coefficient * sums``.
 
     Momentum as ``torch.optim.SGD`` (Sutskever et al. 2013 with the learning rate outside the
     buffer). Arguments and errors as for `adam_`; `buffers` is None without momentum.
     """
     _check_stats(stats)
     layout.verify("PARAM", params)
-    layout.verify("GRAD", grads)
+    layout.verify("ACCUMULATOR", sums)
     if buffers is not None:
         layout.verify("BUFFER", buffers)
-    layout.backend.sgd_(params, buffers, grads, stats, layout, scalars)
+    _verify_companions(companions, layout)
+    layout.backend.sgd_(params, buffers, sums, stats, layout, scalars, companions)
+
+
+def move_average_(params: Sequence[Tensor], layout: Layout, companions: Companions) -> None:
+    """Moves the averages of parameters that no fused update moves.
+
+    Args:
+        params: read; as `layout` says.
+        layout: of params, masters and averages.
+        companions: `averages` are written, `masters` are read.
+
+    Raises:
+        TypeError, ValueError: as `sum_squares_`.
+    """
+    layout.verify("PARAM", params)
+    _verify_companions(companions, layout)
+    layout.backend.move_average_(params, layout, companions)
+
+
+def _verify_companions(companions: Companions, layout: Layout) -> None:
+    if companions.masters is not None:
+        layout.verify("MASTER", companions.masters)
+    if companions.averages is not None:
+        layout.verify("AVERAGE", companions.averages)
 
 
 def _check_slots(slots: Tensor, layout: Layout) -> None:

@@ -97,7 +97,7 @@ class ParameterRows:
     def release_gradients(self) -> None:
         """Lets go of the gradients of the last window: their memory is the next backward's."""
         for layout in self._layouts.values():
-            layout.release("GRAD")
+            layout.release("ACCUMULATOR", "GRAD")
 
     def odd_slot(self, row: int) -> int:
         """The slot of a gradient that is not cut into chunks."""

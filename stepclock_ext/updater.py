@@ -99,7 +99,7 @@ class Updater:
         for plan in plans:
             torch.autograd.graph.increment_version(plan.bound.params)
             plan.rule.run(plan.group, plan.bound, plan.grads, measurement.stats)
-            plan.bound.layout.release("GRAD")
+            plan.bound.layout.release("ACCUMULATOR")
 
     def _rows_of(self, rows: ParameterRows) -> set[int]:
         return {row for index in self.group_indices for row in rows.group_rows[index]}
@@ -136,7 +136,7 @@ class Updater:
                 return None
             for bound in parts:
                 grads = gradients.of(bound.rows)
-                bound.layout.verified["GRAD"] = grads  # collect() made them fit
+                bound.layout.verified["ACCUMULATOR"] = grads  # collect() made them fit
                 plans.append(RulePlan(self._rule, group, bound, grads))
         return plans
 
@@ -221,7 +221,7 @@ def apply_in_place(
         odd = tuple(row for row in odd if row in chosen)
     if walked:
         layout, grads = rows.layout(walked), gradients.of(walked)
-        layout.verified["GRAD"] = grads  # collect() made them fit
+        layout.verified["ACCUMULATOR"] = grads  # collect() made them fit
         ops.scale_(grads, measurement.stats, layout)
         torch.autograd.graph.increment_version(grads)
     for row in odd:

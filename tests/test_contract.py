@@ -31,13 +31,13 @@ def run_adam(lists, slots, stats, layout):
     states = ops.AdamStates(
         lists["STEP"], lists["EXP_AVG"], lists["EXP_AVG_SQ"], lists["MAX_EXP_AVG_SQ"]
     )
-    ops.adam_(lists["PARAM"], states, lists["GRAD"], stats, layout, scalars)
+    ops.adam_(lists["PARAM"], states, lists["ACCUMULATOR"], stats, layout, scalars)
 
 
 def run_sgd(lists, slots, stats, layout):
     flags = dict(weight_decay=0.1, nesterov=False, maximize=False, first=False)
     scalars = ops.SgdScalars(lr=0.1, momentum=0.9, dampening=0.0, **flags)
-    ops.sgd_(lists["PARAM"], lists["BUFFER"], lists["GRAD"], stats, layout, scalars)
+    ops.sgd_(lists["PARAM"], lists["BUFFER"], lists["ACCUMULATOR"], stats, layout, scalars)
 
 
 def run_accumulate(lists, slots, stats, layout):
@@ -49,21 +49,21 @@ def run_coefficient(lists, slots, stats, layout):
 
 
 OPS = {
-    "sum_squares_": lambda lists, slots, _, layout: ops.sum_squares_(slots, lists["GRAD"], layout),
-    "max_abs_": lambda lists, slots, _, layout: ops.max_abs_(slots, lists["GRAD"], layout),
-    "scale_": lambda lists, _, stats, layout: ops.scale_(lists["GRAD"], stats, layout),
+    "sum_squares_": lambda ls, slots, _, layout: ops.sum_squares_(slots, ls["ACCUMULATOR"], layout),
+    "max_abs_": lambda ls, slots, _, layout: ops.max_abs_(slots, ls["ACCUMULATOR"], layout),
+    "scale_": lambda ls, _, stats, layout: ops.scale_(ls["ACCUMULATOR"], stats, layout),
     "accumulate_": run_accumulate,
     "coefficient_": run_coefficient,
     "adam_": run_adam,
     "sgd_": run_sgd,
 }
 COLUMNS = {
-    "sum_squares_": ["GRAD"],
-    "max_abs_": ["GRAD"],
-    "scale_": ["GRAD"],
+    "sum_squares_": ["ACCUMULATOR"],
+    "max_abs_": ["ACCUMULATOR"],
+    "scale_": ["ACCUMULATOR"],
     "accumulate_": ["ACCUMULATOR", "GRAD"],
-    "adam_": ["PARAM", "GRAD", "EXP_AVG", "EXP_AVG_SQ", "MAX_EXP_AVG_SQ"],
-    "sgd_": ["PARAM", "GRAD", "BUFFER"],
+    "adam_": ["PARAM", "ACCUMULATOR", "EXP_AVG", "EXP_AVG_SQ", "MAX_EXP_AVG_SQ"],
+    "sgd_": ["PARAM", "ACCUMULATOR", "BUFFER"],
 }
 MISFITS = {
     "another dtype": (TypeError, lambda t: t.double()),

@@ -20,23 +20,28 @@ namespace py = pybind11;
 namespace stepclock {
 namespace {
 
+std::vector<DType> dtypes_of(const std::vector<int>& codes) {
+  std::vector<DType> dtypes;
+  for (const int code : codes) dtypes.push_back(static_cast<DType>(code));
+  return dtypes;
+}
+
 Table make_table(std::vector<int64_t> num_elements, const std::vector<int>& dtypes,
                  const std::vector<int64_t>& first_slots) {
   if (dtypes.size() != num_elements.size() || first_slots.size() != num_elements.size()) {
     throw py::value_error("Table: one dtype and one first slot a row");
   }
-  std::vector<DType> codes;
-  for (const int code : dtypes) codes.push_back(static_cast<DType>(code));
-  return Table(std::move(num_elements), std::move(codes), first_slots);
+  return Table(std::move(num_elements), dtypes_of(dtypes), first_slots);
 }
 
-void set_state_dtypes(Table& table, const std::vector<int>& dtypes) {
-  if (static_cast<int64_t>(dtypes.size()) != table.num_rows()) {
-    throw py::value_error("Table.set_state_dtypes: one dtype a row");
+void set_dtypes(Table& table, const std::vector<int>& accumulators,
+                const std::vector<int>& states) {
+  if (static_cast<int64_t>(accumulators.size()) != table.num_rows() ||
+      accumulators.size() != states.size()) {
+    throw py::value_error("Table.set_dtypes: one dtype of accumulator and state a row");
   }
-  std::vector<DType> codes;
-  for (const int code : dtypes) codes.push_back(static_cast<DType>(code));
-  table.set_state_dtypes(std::move(codes));
+  table.set_accumulator_dtypes(dtypes_of(accumulators));
+  table.set_state_dtypes(dtypes_of(states));
 }
 
 bool bind_column(Table& table, int column, const py::list& tensors) {
@@ -58,6 +63,11 @@ void require(const Table& table, std::initializer_list<Column> columns, const ch
   }
 }
 
+void require_companions(const Table& table, const Companions& companions, const char* op) {
+  if (companions.has_masters) require(table, {kMaster}, op);
+  if (companions.has_averages) require(table, {kAverage}, op);
+}
+
 // True if each dict holds, under key, the very object that items has at its place.
 bool holds_same(const py::list& dicts, const py::str& key, const py::list& items) {
   if (dicts.size() != items.size()) return false;
@@ -77,17 +87,19 @@ void bind_tables(py::module_& module) {
       .def(py::init(&make_table), py::arg("num_elements"), py::arg("dtypes"),
            py::arg("first_slots"))
       .def("bind", &bind_column, py::arg("column"), py::arg("tensors"))
-      .def("set_state_dtypes", &set_state_dtypes, py::arg("dtypes"))
+      .def("set_dtypes", &set_dtypes, py::arg("accumulators"), py::arg("states"))
       .def("gather_gradients", &gather_gradients, py::arg("params"));
   py::enum_<Column>(module, "Column", py::arithmetic())
       .value("PARAM", kParam)
       .value("GRAD", kGrad)
+      .value("ACCUMULATOR", kAccumulator)
       .value("EXP_AVG", kExpAvg)
       .value("EXP_AVG_SQ", kExpAvgSq)
       .value("MAX_EXP_AVG_SQ", kMaxExpAvgSq)
       .value("BUFFER", kBuffer)
       .value("STEP", kStep)
-      .value("ACCUMULATOR", kAccumulator);
+      .value("MASTER", kMaster)
+      .value("AVERAGE", kAverage);
   module.def("holds_same", &holds_same, py::arg("dicts"), py::arg("key"), py::arg("items"));
 }
 
@@ -103,10 +115,13 @@ void bind_gradient_ops(py::module_& module) {
     const py::gil_scoped_release release;
     max_abs(as_doubles(slots), table, column, num_threads);
   });
-  module.def("accumulate", [](const Table& table, bool store, uintptr_t slots, int num_threads) {
+  module.def("accumulate", [](const Table& table, bool store, uintptr_t slots, uintptr_t grad_slots,
+                              uintptr_t prior_slots, int num_threads) {
     require(table, {kAccumulator, kGrad}, "accumulate");
     const py::gil_scoped_release release;
-    accumulate(table, store, as_doubles(slots), num_threads);
+    const AccumulateSlots into = {as_doubles(slots), as_doubles(grad_slots),
+                                  as_doubles(prior_slots)};
+    accumulate(table, store, into, num_threads);
   });
   module.def("scale", [](const Table& table, Column column, uintptr_t factor, int num_threads) {
     require(table, {column}, "scale");
@@ -129,19 +144,32 @@ void bind_update_ops(py::module_& module) {
       .def(py::init<double, double, double, double, bool, bool>(), py::kw_only(), py::arg("lr"),
            py::arg("momentum"), py::arg("dampening"), py::arg("weight_decay"), py::arg("nesterov"),
            py::arg("first"));
-  module.def("adam", [](const Table& table, const AdamScalars& scalars, uintptr_t factor,
-                        bool maximize, int num_threads) {
-    require(table, {kParam, kGrad, kExpAvg, kExpAvgSq, kStep}, "adam");
-    if (scalars.amsgrad) require(table, {kMaxExpAvgSq}, "adam");
-    const py::gil_scoped_release release;
-    adam(table, scalars, as_doubles(factor), maximize, num_threads);
-  });
-  module.def("sgd", [](const Table& table, const SgdScalars& scalars, uintptr_t factor,
-                       bool maximize, int num_threads) {
-    require(table, {kParam, kGrad}, "sgd");
+  py::class_<Companions>(module, "Companions")
+      .def(py::init<bool, bool, bool, double, uint64_t>(), py::kw_only(), py::arg("has_masters"),
+           py::arg("has_averages"), py::arg("stochastic"), py::arg("average_weight"),
+           py::arg("rounding_key"));
+  module.def("adam",
+             [](const Table& table, const AdamScalars& scalars, const Companions& companions,
+                uintptr_t factor, bool maximize, int num_threads) {
+               require(table, {kParam, kAccumulator, kExpAvg, kExpAvgSq, kStep}, "adam");
+               if (scalars.amsgrad) require(table, {kMaxExpAvgSq}, "adam");
+               require_companions(table, companions, "adam");
+               const py::gil_scoped_release release;
+               adam(table, scalars, companions, as_doubles(factor), maximize, num_threads);
+             });
+  module.def("sgd", [](const Table& table, const SgdScalars& scalars, const Companions& companions,
+                       uintptr_t factor, bool maximize, int num_threads) {
+    require(table, {kParam, kAccumulator}, "sgd");
     if (scalars.momentum != 0.0) require(table, {kBuffer}, "sgd");
+    require_companions(table, companions, "sgd");
     const py::gil_scoped_release release;
-    sgd(table, scalars, as_doubles(factor), maximize, num_threads);
+    sgd(table, scalars, companions, as_doubles(factor), maximize, num_threads);
+  });
+  module.def("move_average", [](const Table& table, const Companions& companions, int num_threads) {
+    require(table, {kParam, kAverage}, "move_average");
+    require_companions(table, companions, "move_average");
+    const py::gil_scoped_release release;
+    move_average(table, companions, num_threads);
   });
 }
 

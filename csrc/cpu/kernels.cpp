@@ -1,10 +1,12 @@
 // Kernels of one chunk. Compiled once for each instruction set (see isa.h).
 //
 // Bytes moved, fp32: sum_squares 4 an element, accumulate 12 (8 when it stores), scale 8, adam 28,
-// sgd 12 or 20. Bits: no contraction to fused multiply-add and a fixed number of partial sums, so
-// that every instruction set gives the same result.
+// sgd 12 or 20, 8 more with an average. bf16 beside fp32 sums and moments: accumulate 10, adam 24,
+// 28 with remainders. Bits: no contraction to fused multiply-add and a fixed number of partial
+// sums, so that every instruction set gives the same result.
 #include "kernels.h"
 
+#include "columns.h"
 #include "half.h"
 #include "isa.h"
 #include "reductions.h"
@@ -14,86 +16,86 @@ namespace stepclock {
 namespace STEPCLOCK_ISA {
 namespace {
 
-// The type that arithmetic on T runs in.
-template <typename T>
-struct ComputeOf {
-  using Type = float;
-};
-template <>
-struct ComputeOf<double> {
-  using Type = double;
-};
-
-template <typename T>
-void add_or_store(T* __restrict accumulator, const T* __restrict grad, int64_t n, bool store_only) {
+template <typename C>
+void add_or_store(C* __restrict accumulator, const C* __restrict grad, int64_t n, bool store_only) {
   if (store_only) {
     for (int64_t i = 0; i < n; ++i) accumulator[i] = grad[i];
   } else {
-    for (int64_t i = 0; i < n; ++i) store(accumulator, i, load(accumulator, i) + load(grad, i));
+    for (int64_t i = 0; i < n; ++i) accumulator[i] += grad[i];
   }
 }
 
-// A block of the accumulator and its squares: fp32 and fp64 in one visit, 16-bit types in two.
-inline void accumulate_block(Lanes& lanes, float* accumulator, const float* grad, int64_t n) {
-  lanes.accumulate(accumulator, grad, n);
-}
-inline void accumulate_block(Lanes& lanes, double* accumulator, const double* grad, int64_t n) {
-  lanes.accumulate(accumulator, grad, n);
-}
-template <typename T>
-inline void accumulate_block(Lanes& lanes, T* accumulator, const T* grad, int64_t n) {
-  add_or_store(accumulator, grad, n, false);
-  add_block(lanes, accumulator, n);
-}
+// The sums of squares that an accumulation was asked for.
+struct SumsOfSquares {
+  Lanes sum, grad, prior;
 
-template <typename T>
-double accumulate(T* accumulator, const T* grad, int64_t n, bool store_only, bool want_sum) {
-  Lanes lanes;
-  for (int64_t begin = 0; begin < n; begin += kBlockElements) {
-    const int64_t size = smaller(kBlockElements, n - begin);
-    if (want_sum && !store_only) {
-      accumulate_block(lanes, accumulator + begin, grad + begin, size);
-      continue;
-    }
-    add_or_store(accumulator + begin, grad + begin, size, store_only);
-    if (want_sum) add_block(lanes, accumulator + begin, size);
+  AccumulateSums totals() const { return {sum.total(), grad.total(), prior.total()}; }
+};
+
+// One block: the squares before, of the gradient and after are taken while it is in the cache.
+template <typename C>
+void accumulate_block(SumsOfSquares& sums, const AccumulateChunk& chunk, int64_t begin, int64_t n) {
+  C accumulator_block[kBlockElements], grad_block[kBlockElements];
+  const DType dtype = chunk.accumulator_dtype;
+  C* accumulator = open_column(dtype, chunk.accumulator, begin, n, accumulator_block, !chunk.store);
+  const C* grad = read_column(chunk.grad_dtype, chunk.grad, begin, n, grad_block);
+  if (chunk.wants_grad_sum) sums.grad.add(grad, n);
+  if (chunk.wants_prior_sum && !chunk.store) sums.prior.add(accumulator, n);
+  if (chunk.wants_sum && !chunk.store && !is_half(dtype)) {  // what is stored is not rounded
+    return sums.sum.accumulate(accumulator, grad, n);
   }
-  return lanes.total();
+  add_or_store(accumulator, grad, n, chunk.store);
+  write_column(dtype, chunk.accumulator, begin, n, accumulator);
+  if (!chunk.wants_sum) return;
+  sums.sum.add(read_column(dtype, chunk.accumulator, begin, n, accumulator_block), n);
 }
 
-template <typename T>
-void scale(T* x, int64_t n, double coefficient) {
-  const auto factor = static_cast<typename ComputeOf<T>::Type>(coefficient);
+template <typename C>
+AccumulateSums accumulate(const AccumulateChunk& chunk) {
+  SumsOfSquares sums;
+  for (int64_t begin = 0; begin < chunk.num_elements; begin += kBlockElements) {
+    const int64_t size = smaller(kBlockElements, chunk.num_elements - begin);
+    accumulate_block<C>(sums, chunk, begin, size);
+  }
+  return sums.totals();
+}
+
+template <typename T, typename C>
+void scale(T* x, int64_t n, C factor) {
   for (int64_t i = 0; i < n; ++i) store(x, i, load(x, i) * factor);
 }
 
-template <bool kDecoupled, bool kAmsgrad, typename T, typename State, typename C>
-void adam_loop(const AdamChunk& chunk, const AdamStep<C>& step) {
-  T* __restrict param = static_cast<T*>(chunk.param);
-  const T* __restrict grad = static_cast<const T*>(chunk.grad);
-  State* __restrict exp_avg = static_cast<State*>(chunk.exp_avg);
-  State* __restrict exp_avg_sq = static_cast<State*>(chunk.exp_avg_sq);
-  State* __restrict max_exp_avg_sq = static_cast<State*>(chunk.max_exp_avg_sq);
+template <bool kDecoupled, bool kAmsgrad, typename C>
+void adam_loop(C* __restrict param, const C* __restrict sum, C* __restrict exp_avg,
+               C* __restrict exp_avg_sq, C* __restrict max_exp_avg_sq, int64_t n,
+               const AdamStep<C>& step) {
   const AdamStep<C> s = step;
-  for (int64_t i = 0; i < chunk.num_elements; ++i) {
-    C p = load(param, i);
-    C m = load(exp_avg, i);
-    C v = load(exp_avg_sq, i);
-    C largest = kAmsgrad ? load(max_exp_avg_sq, i) : C{0};
-    adam_element<kDecoupled, kAmsgrad>(p, C{load(grad, i)}, m, v, largest, s);
-    store(param, i, p);
-    store(exp_avg, i, m);
-    store(exp_avg_sq, i, v);
-    if (kAmsgrad) store(max_exp_avg_sq, i, largest);
+  for (int64_t i = 0; i < n; ++i) {
+    C p = param[i];
+    C m = exp_avg[i];
+    C v = exp_avg_sq[i];
+    C largest = kAmsgrad ? max_exp_avg_sq[i] : C{0};
+    adam_element<kDecoupled, kAmsgrad>(p, sum[i], m, v, largest, s);
+    param[i] = p;
+    exp_avg[i] = m;
+    exp_avg_sq[i] = v;
+    if (kAmsgrad) max_exp_avg_sq[i] = largest;
   }
 }
 
-template <typename T, typename State>
-void adam(const AdamChunk& chunk, const AdamScalars& scalars, double coefficient) {
-  using C = typename ComputeOf<T>::Type;
-  // Adam without decay takes the decoupled path with a factor of one, which changes nothing.
-  const bool decoupled = scalars.decoupled || scalars.weight_decay == 0.0;
-  const AdamStep<C> step = {
+template <typename C>
+using AdamLoop = void (*)(C*, const C*, C*, C*, C*, int64_t, const AdamStep<C>&);
+
+template <typename C>
+AdamLoop<C> choose_adam_loop(bool decoupled, bool amsgrad) {
+  if (amsgrad) return decoupled ? adam_loop<true, true, C> : adam_loop<false, true, C>;
+  return decoupled ? adam_loop<true, false, C> : adam_loop<false, false, C>;
+}
+
+template <typename C>
+AdamStep<C> adam_step(const AdamChunk& chunk, const AdamScalars& scalars, bool decoupled,
+                      double coefficient) {
+  return {
       C(coefficient),
       C(scalars.beta2),
       C(1.0 - scalars.beta1),
@@ -103,48 +105,92 @@ void adam(const AdamChunk& chunk, const AdamScalars& scalars, double coefficient
       C(scalars.lr / chunk.bias1),
       C(1.0 / __builtin_sqrt(chunk.bias2)),
   };
-  if (scalars.amsgrad) {
-    return decoupled ? adam_loop<true, true, T, State>(chunk, step)
-                     : adam_loop<false, true, T, State>(chunk, step);
-  }
-  return decoupled ? adam_loop<true, false, T, State>(chunk, step)
-                   : adam_loop<false, false, T, State>(chunk, step);
 }
 
-template <bool kDecay, bool kMomentum, bool kFirst, bool kNesterov, typename T, typename State,
-          typename C>
-void sgd_loop(const SgdChunk& chunk, const SgdStep<C>& step) {
-  T* __restrict param = static_cast<T*>(chunk.param);
-  const T* __restrict grad = static_cast<const T*>(chunk.grad);
-  State* __restrict buffer = static_cast<State*>(chunk.buffer);
+template <typename C>
+void adam(const AdamChunk& c, const AdamScalars& scalars, double coefficient) {
+  // Adam without decay takes the decoupled path with a factor of one, which changes nothing.
+  const bool decoupled = scalars.decoupled || scalars.weight_decay == 0.0;
+  const AdamStep<C> step = adam_step<C>(c, scalars, decoupled, coefficient);
+  const AdamLoop<C> loop = choose_adam_loop<C>(decoupled, scalars.amsgrad);
+  const int64_t block = block_size(c.weights, c.accumulator_dtype, c.state_dtype, c.num_elements);
+  C params[kBlockElements], sums[kBlockElements], moments[3][kBlockElements];
+  for (int64_t begin = 0; begin < c.num_elements; begin += block) {
+    const int64_t n = smaller(block, c.num_elements - begin);
+    C* p = open_weights(c.weights, begin, n, params);
+    const C* sum = read_column(c.accumulator_dtype, c.accumulator, begin, n, sums);
+    C* m = open_column(c.state_dtype, c.exp_avg, begin, n, moments[0]);
+    C* v = open_column(c.state_dtype, c.exp_avg_sq, begin, n, moments[1]);
+    C* largest = nullptr;
+    if (scalars.amsgrad) {
+      largest = open_column(c.state_dtype, c.max_exp_avg_sq, begin, n, moments[2]);
+    }
+    loop(p, sum, m, v, largest, n, step);
+    write_weights(c.weights, begin, n, p);
+    write_column(c.state_dtype, c.exp_avg, begin, n, m);
+    write_column(c.state_dtype, c.exp_avg_sq, begin, n, v);
+    if (scalars.amsgrad) write_column(c.state_dtype, c.max_exp_avg_sq, begin, n, largest);
+    if (c.weights.average != nullptr) move_average(c.weights, begin, n, params);
+  }
+}
+
+template <bool kDecay, bool kMomentum, bool kFirst, bool kNesterov, typename C>
+void sgd_loop(C* __restrict param, const C* __restrict sum, C* __restrict buffer, int64_t n,
+              const SgdStep<C>& step) {
   const SgdStep<C> s = step;
-  for (int64_t i = 0; i < chunk.num_elements; ++i) {
-    C p = load(param, i);
-    C b = kMomentum && !kFirst ? load(buffer, i) : C{0};
-    sgd_element<kDecay, kMomentum, kFirst, kNesterov>(p, C{load(grad, i)}, b, s);
-    store(param, i, p);
-    if (kMomentum) store(buffer, i, b);
+  for (int64_t i = 0; i < n; ++i) {
+    C p = param[i];
+    C b = kMomentum && !kFirst ? buffer[i] : C{0};
+    sgd_element<kDecay, kMomentum, kFirst, kNesterov>(p, sum[i], b, s);
+    param[i] = p;
+    if (kMomentum) buffer[i] = b;
   }
 }
 
-template <bool kDecay, typename T, typename State, typename C>
-void sgd_variant(const SgdChunk& chunk, const SgdScalars& scalars, const SgdStep<C>& step) {
-  if (chunk.buffer == nullptr) return sgd_loop<kDecay, false, false, false, T, State>(chunk, step);
-  if (scalars.first) {
-    return scalars.nesterov ? sgd_loop<kDecay, true, true, true, T, State>(chunk, step)
-                            : sgd_loop<kDecay, true, true, false, T, State>(chunk, step);
+template <typename C>
+using SgdLoop = void (*)(C*, const C*, C*, int64_t, const SgdStep<C>&);
+
+template <bool kDecay, typename C>
+SgdLoop<C> choose_sgd_loop(bool momentum, bool first, bool nesterov) {
+  if (!momentum) return sgd_loop<kDecay, false, false, false, C>;
+  if (first) {
+    return nesterov ? sgd_loop<kDecay, true, true, true, C>
+                    : sgd_loop<kDecay, true, true, false, C>;
   }
-  return scalars.nesterov ? sgd_loop<kDecay, true, false, true, T, State>(chunk, step)
-                          : sgd_loop<kDecay, true, false, false, T, State>(chunk, step);
+  return nesterov ? sgd_loop<kDecay, true, false, true, C>
+                  : sgd_loop<kDecay, true, false, false, C>;
 }
 
-template <typename T, typename State>
-void sgd(const SgdChunk& chunk, const SgdScalars& scalars, double coefficient) {
-  using C = typename ComputeOf<T>::Type;
+template <typename C>
+void sgd(const SgdChunk& c, const SgdScalars& scalars, double coefficient) {
   const SgdStep<C> step = {C(coefficient), C(scalars.lr), C(scalars.momentum),
                            C(1.0 - scalars.dampening), C(scalars.weight_decay)};
-  return scalars.weight_decay == 0.0 ? sgd_variant<false, T, State>(chunk, scalars, step)
-                                     : sgd_variant<true, T, State>(chunk, scalars, step);
+  const bool momentum = c.buffer != nullptr;
+  const SgdLoop<C> loop = scalars.weight_decay == 0.0
+                              ? choose_sgd_loop<false, C>(momentum, scalars.first, scalars.nesterov)
+                              : choose_sgd_loop<true, C>(momentum, scalars.first, scalars.nesterov);
+  const DType state = momentum ? c.state_dtype : c.weights.dtype;
+  const int64_t block = block_size(c.weights, c.accumulator_dtype, state, c.num_elements);
+  C params[kBlockElements], sums[kBlockElements], buffers[kBlockElements];
+  for (int64_t begin = 0; begin < c.num_elements; begin += block) {
+    const int64_t n = smaller(block, c.num_elements - begin);
+    C* p = open_weights(c.weights, begin, n, params);
+    const C* sum = read_column(c.accumulator_dtype, c.accumulator, begin, n, sums);
+    C* buffer = nullptr;
+    if (momentum) buffer = open_column(state, c.buffer, begin, n, buffers, !scalars.first);
+    loop(p, sum, buffer, n, step);
+    write_weights(c.weights, begin, n, p);
+    if (momentum) write_column(state, c.buffer, begin, n, buffer);
+    if (c.weights.average != nullptr) move_average(c.weights, begin, n, params);
+  }
+}
+
+template <typename C>
+void move_averages(const Weights& weights, int64_t num_elements) {
+  C block[kBlockElements];
+  for (int64_t begin = 0; begin < num_elements; begin += kBlockElements) {
+    move_average(weights, begin, smaller(kBlockElements, num_elements - begin), block);
+  }
 }
 
 // Calls function with a null pointer of the element type that dtype names.
@@ -175,42 +221,30 @@ double max_abs_any(DType dtype, const void* x, int64_t n) {
   });
 }
 
-double accumulate_any(DType dtype, void* accumulator, const void* grad, int64_t n, bool store_only,
-                      bool want_sum) {
-  return dispatch(dtype, [=](auto* tag) {
-    using Pointer = decltype(tag);
-    return accumulate(static_cast<Pointer>(accumulator),
-                      static_cast<Pointer>(const_cast<void*>(grad)), n, store_only, want_sum);
-  });
+AccumulateSums accumulate_any(const AccumulateChunk& chunk) {
+  if (chunk.grad_dtype == DType::kFloat64) return accumulate<double>(chunk);
+  return accumulate<float>(chunk);
 }
 
 void scale_any(DType dtype, void* x, int64_t n, double coefficient) {
-  dispatch(dtype, [=](auto* tag) { scale(static_cast<decltype(tag)>(x), n, coefficient); });
+  if (dtype == DType::kFloat64) return scale(static_cast<double*>(x), n, coefficient);
+  const auto factor = static_cast<float>(coefficient);
+  dispatch(dtype, [=](auto* tag) { scale(static_cast<decltype(tag)>(x), n, factor); });
 }
 
-template <typename T>
-void adam_tagged(T*, DType state, const AdamChunk& chunk, const AdamScalars& scalars,
-                 double coefficient) {
-  if (sizeof(T) == 2 && state == DType::kFloat32)
-    return adam<T, float>(chunk, scalars, coefficient);
-  adam<T, T>(chunk, scalars, coefficient);
+void adam_any(const AdamChunk& chunk, const AdamScalars& scalars, double coefficient) {
+  if (chunk.weights.dtype == DType::kFloat64) return adam<double>(chunk, scalars, coefficient);
+  adam<float>(chunk, scalars, coefficient);
 }
 
-void adam_any(DType dtype, DType state, const AdamChunk& chunk, const AdamScalars& scalars,
-              double coefficient) {
-  dispatch(dtype, [&](auto* tag) { adam_tagged(tag, state, chunk, scalars, coefficient); });
+void sgd_any(const SgdChunk& chunk, const SgdScalars& scalars, double coefficient) {
+  if (chunk.weights.dtype == DType::kFloat64) return sgd<double>(chunk, scalars, coefficient);
+  sgd<float>(chunk, scalars, coefficient);
 }
 
-template <typename T>
-void sgd_tagged(T*, DType state, const SgdChunk& chunk, const SgdScalars& scalars,
-                double coefficient) {
-  if (sizeof(T) == 2 && state == DType::kFloat32) return sgd<T, float>(chunk, scalars, coefficient);
-  sgd<T, T>(chunk, scalars, coefficient);
-}
-
-void sgd_any(DType dtype, DType state, const SgdChunk& chunk, const SgdScalars& scalars,
-             double coefficient) {
-  dispatch(dtype, [&](auto* tag) { sgd_tagged(tag, state, chunk, scalars, coefficient); });
+void move_average_any(const Weights& weights, int64_t num_elements) {
+  if (weights.dtype == DType::kFloat64) return move_averages<double>(weights, num_elements);
+  move_averages<float>(weights, num_elements);
 }
 
 #define STEPCLOCK_STRING_OF(name) #name
@@ -221,7 +255,8 @@ constexpr Kernels kKernels = {STEPCLOCK_STRING(STEPCLOCK_ISA),
                               accumulate_any,
                               scale_any,
                               adam_any,
-                              sgd_any};
+                              sgd_any,
+                              move_average_any};
 
 }  // namespace
 

@@ -14,6 +14,8 @@ constexpr int64_t kChunkElements = 16384;
 
 enum class DType : uint8_t { kFloat32 = 0, kFloat64 = 1, kBFloat16 = 2, kFloat16 = 3 };
 
+inline bool is_half(DType dtype) { return dtype == DType::kBFloat16 || dtype == DType::kFloat16; }
+
 struct AdamScalars {
   double lr, beta1, beta2, eps, weight_decay;
   bool decoupled, amsgrad;
@@ -24,9 +26,37 @@ struct SgdScalars {
   bool nesterov, first;
 };
 
-struct AdamChunk {
+// A chunk's parameters and what moves with them.
+struct Weights {
   void* param;
+  DType dtype;
+  void* master;   // bf16: int16 remainders; fp16: fp32 copies; else null
+  void* average;  // fp32 beside 16-bit parameters, else of their dtype; null without
+  double average_weight;
+  bool stochastic;  // round 16-bit parameters stochastically, with key
+  uint32_t key;
+};
+
+struct AccumulateChunk {
+  void* accumulator;
+  DType accumulator_dtype;  // the gradient's, or fp32 beside 16 bits
   const void* grad;
+  DType grad_dtype;
+  int64_t num_elements;
+  bool store;                                       // = grad instead of += grad
+  bool wants_sum, wants_grad_sum, wants_prior_sum;  // which sums of squares are asked for
+};
+
+// Sums of squares: of the accumulator after and before, and of the gradient. 0 where not asked for.
+struct AccumulateSums {
+  double sum, grad_sum, prior_sum;
+};
+
+struct AdamChunk {
+  Weights weights;
+  const void* accumulator;
+  DType accumulator_dtype;
+  DType state_dtype;
   void* exp_avg;
   void* exp_avg_sq;
   void* max_exp_avg_sq;  // null without amsgrad
@@ -36,8 +66,10 @@ struct AdamChunk {
 };
 
 struct SgdChunk {
-  void* param;
-  const void* grad;
+  Weights weights;
+  const void* accumulator;
+  DType accumulator_dtype;
+  DType state_dtype;
   void* buffer;  // null without momentum
   int64_t num_elements;
 };
@@ -48,14 +80,13 @@ struct Kernels {
   double (*sum_squares)(DType, const void* x, int64_t num_elements);
   // Reads num_elements once. Largest magnitude; NaN if any element is NaN.
   double (*max_abs)(DType, const void* x, int64_t num_elements);
-  // accumulator += grad, or = grad where store is set. Returns the sum of squares of what was
-  // stored, or 0 where it is not wanted.
-  double (*accumulate)(DType, void* accumulator, const void* grad, int64_t num_elements, bool store,
-                       bool want_sum);
+  AccumulateSums (*accumulate)(const AccumulateChunk&);
   void (*scale)(DType, void* x, int64_t num_elements, double coefficient);
-  // The state (moments, buffer) has the parameter's dtype, or is fp32 beside a 16-bit parameter.
-  void (*adam)(DType, DType state, const AdamChunk&, const AdamScalars&, double coefficient);
-  void (*sgd)(DType, DType state, const SgdChunk&, const SgdScalars&, double coefficient);
+  // State and accumulator have any dtype up to fp32 beside parameters up to fp32, fp64 beside fp64.
+  void (*adam)(const AdamChunk&, const AdamScalars&, double coefficient);
+  void (*sgd)(const SgdChunk&, const SgdScalars&, double coefficient);
+  // average += average_weight * (parameter - average)
+  void (*move_average)(const Weights&, int64_t num_elements);
 };
 
 namespace baseline {

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "rounding.h"
 #include "threads.h"
 
 namespace stepclock {
@@ -37,9 +38,21 @@ template <typename Body>
 void for_each_chunk(const Table& table, int num_threads, const Body& body) {
   const std::vector<Chunk>& chunks = table.chunks();
   const auto range = [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) body(chunks[i], table.dtype(chunks[i].row));
+    for (int64_t i = first; i < last; ++i) body(chunks[i]);
   };
   parallel_chunks(static_cast<int64_t>(chunks.size()), table.useful_threads(num_threads), range);
+}
+
+Weights weights_of(const Table& table, const Chunk& chunk, const Companions& companions) {
+  const DType dtype = table.dtype(kParam, chunk.row);
+  const bool has_master = companions.has_masters && is_half(dtype);
+  return Weights{table.at(kParam, chunk),
+                 dtype,
+                 has_master ? table.at(kMaster, chunk) : nullptr,
+                 companions.has_averages ? table.at(kAverage, chunk) : nullptr,
+                 companions.average_weight,
+                 companions.stochastic && !has_master,
+                 baseline::chunk_key(companions.rounding_key, chunk.slot)};
 }
 
 struct Biases {
@@ -86,63 +99,87 @@ const char* const* available_isas() {
 
 void sum_squares(double* slots, const Table& table, Column column, int num_threads) {
   const Kernels& kernels = active_kernels();
-  for_each_chunk(table, num_threads, [&](const Chunk& chunk, DType dtype) {
+  for_each_chunk(table, num_threads, [&](const Chunk& chunk) {
+    const DType dtype = table.dtype(column, chunk.row);
     slots[chunk.slot] = kernels.sum_squares(dtype, table.at(column, chunk), chunk.num_elements);
   });
 }
 
 void max_abs(double* slots, const Table& table, Column column, int num_threads) {
   const Kernels& kernels = active_kernels();
-  for_each_chunk(table, num_threads, [&](const Chunk& chunk, DType dtype) {
+  for_each_chunk(table, num_threads, [&](const Chunk& chunk) {
+    const DType dtype = table.dtype(column, chunk.row);
     slots[chunk.slot] = kernels.max_abs(dtype, table.at(column, chunk), chunk.num_elements);
   });
 }
 
-void accumulate(const Table& table, bool store, double* slots, int num_threads) {
+void accumulate(const Table& table, bool store, const AccumulateSlots& slots, int num_threads) {
   const Kernels& kernels = active_kernels();
-  for_each_chunk(table, num_threads, [&](const Chunk& chunk, DType dtype) {
-    const double sum =
-        kernels.accumulate(dtype, table.at(kAccumulator, chunk), table.at(kGrad, chunk),
-                           chunk.num_elements, store, slots != nullptr);
-    if (slots != nullptr) slots[chunk.slot] = sum;
+  for_each_chunk(table, num_threads, [&](const Chunk& chunk) {
+    const AccumulateChunk accumulate_chunk = {table.at(kAccumulator, chunk),
+                                              table.dtype(kAccumulator, chunk.row),
+                                              table.at(kGrad, chunk),
+                                              table.dtype(kGrad, chunk.row),
+                                              chunk.num_elements,
+                                              store,
+                                              slots.sums != nullptr,
+                                              slots.grad_sums != nullptr,
+                                              slots.prior_sums != nullptr};
+    const AccumulateSums sums = kernels.accumulate(accumulate_chunk);
+    if (slots.sums != nullptr) slots.sums[chunk.slot] = sums.sum;
+    if (slots.grad_sums != nullptr) slots.grad_sums[chunk.slot] = sums.grad_sum;
+    if (slots.prior_sums != nullptr) slots.prior_sums[chunk.slot] = sums.prior_sum;
   });
 }
 
 void scale(const Table& table, Column column, const double* coefficient, int num_threads) {
   const Kernels& kernels = active_kernels();
-  for_each_chunk(table, num_threads, [&](const Chunk& chunk, DType dtype) {
+  for_each_chunk(table, num_threads, [&](const Chunk& chunk) {
+    const DType dtype = table.dtype(column, chunk.row);
     kernels.scale(dtype, table.at(column, chunk), chunk.num_elements, *coefficient);
   });
 }
 
-void adam(const Table& table, const AdamScalars& scalars, const double* coefficient, bool maximize,
-          int num_threads) {
+void adam(const Table& table, const AdamScalars& scalars, const Companions& companions,
+          const double* coefficient, bool maximize, int num_threads) {
   const Kernels& kernels = active_kernels();
   const double signed_coefficient = maximize ? -*coefficient : *coefficient;
   const std::vector<Biases> biases = advance_steps(table, scalars);
-  for_each_chunk(table, num_threads, [&](const Chunk& chunk, DType dtype) {
+  for_each_chunk(table, num_threads, [&](const Chunk& chunk) {
     const Biases& bias = biases[static_cast<size_t>(chunk.row)];
-    const AdamChunk adam_chunk = {table.at(kParam, chunk),
-                                  table.at(kGrad, chunk),
+    const AdamChunk adam_chunk = {weights_of(table, chunk, companions),
+                                  table.at(kAccumulator, chunk),
+                                  table.dtype(kAccumulator, chunk.row),
+                                  table.dtype(kExpAvg, chunk.row),
                                   table.at(kExpAvg, chunk),
                                   table.at(kExpAvgSq, chunk),
                                   table.at(kMaxExpAvgSq, chunk),
                                   chunk.num_elements,
                                   bias.bias1,
                                   bias.bias2};
-    kernels.adam(dtype, table.state_dtype(chunk.row), adam_chunk, scalars, signed_coefficient);
+    kernels.adam(adam_chunk, scalars, signed_coefficient);
   });
 }
 
-void sgd(const Table& table, const SgdScalars& scalars, const double* coefficient, bool maximize,
-         int num_threads) {
+void sgd(const Table& table, const SgdScalars& scalars, const Companions& companions,
+         const double* coefficient, bool maximize, int num_threads) {
   const Kernels& kernels = active_kernels();
   const double signed_coefficient = maximize ? -*coefficient : *coefficient;
-  for_each_chunk(table, num_threads, [&](const Chunk& chunk, DType dtype) {
-    const SgdChunk sgd_chunk = {table.at(kParam, chunk), table.at(kGrad, chunk),
+  for_each_chunk(table, num_threads, [&](const Chunk& chunk) {
+    const SgdChunk sgd_chunk = {weights_of(table, chunk, companions),
+                                table.at(kAccumulator, chunk),
+                                table.dtype(kAccumulator, chunk.row),
+                                table.dtype(kBuffer, chunk.row),
                                 scalars.momentum != 0.0 ? table.at(kBuffer, chunk) : nullptr,
                                 chunk.num_elements};
-    kernels.sgd(dtype, table.state_dtype(chunk.row), sgd_chunk, scalars, signed_coefficient);
+    kernels.sgd(sgd_chunk, scalars, signed_coefficient);
+  });
+}
+
+void move_average(const Table& table, const Companions& companions, int num_threads) {
+  const Kernels& kernels = active_kernels();
+  for_each_chunk(table, num_threads, [&](const Chunk& chunk) {
+    kernels.move_average(weights_of(table, chunk, companions), chunk.num_elements);
   });
 }
 

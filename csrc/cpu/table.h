@@ -9,16 +9,20 @@
 
 namespace stepclock {
 
-// The roles a tensor can have in an op. kBuffer is SGD's momentum, kStep a parameter's own counter.
+// The roles a tensor can have in an op. kGrad is one micro step's gradient, kAccumulator the
+// window's sum, kBuffer SGD's momentum, kStep a parameter's own counter; kMaster holds int16
+// remainders of bf16 parameters and fp32 copies of fp16 ones, kAverage the averaged weights.
 enum Column : int {
   kParam,
   kGrad,
+  kAccumulator,
   kExpAvg,
   kExpAvgSq,
   kMaxExpAvgSq,
   kBuffer,
   kStep,
-  kAccumulator,
+  kMaster,
+  kAverage,
   kNumColumns
 };
 
@@ -37,9 +41,13 @@ class Table {
 
   int64_t num_rows() const { return static_cast<int64_t>(num_elements_.size()); }
   const std::vector<Chunk>& chunks() const { return chunks_; }
-  DType dtype(int64_t row) const { return dtypes_[row]; }
-  // Of the moments and the buffer.
-  DType state_dtype(int64_t row) const { return state_dtypes_[row]; }
+  // Of a row's elements in a column; kMaster has none (see Weights in kernels.h).
+  DType dtype(Column column, int64_t row) const;
+  // The window's sums: of the row's dtype, or fp32 beside 16 bits.
+  void set_accumulator_dtypes(std::vector<DType> dtypes) {
+    accumulator_dtypes_ = std::move(dtypes);
+  }
+  // Moments and buffer.
   void set_state_dtypes(std::vector<DType> dtypes) { state_dtypes_ = std::move(dtypes); }
   int64_t num_elements(int64_t row) const { return num_elements_[row]; }
 
@@ -66,6 +74,7 @@ class Table {
 
   std::vector<int64_t> num_elements_;
   std::vector<DType> dtypes_;
+  std::vector<DType> accumulator_dtypes_;
   std::vector<DType> state_dtypes_;
   std::vector<Chunk> chunks_;
   std::vector<uintptr_t> columns_[kNumColumns];

@@ -57,7 +57,7 @@ bool read_plain(PyObject* tensor, const Table& table, size_t row, uintptr_t* add
   }
   const auto index = static_cast<int64_t>(row);
   *address = address_of(view);
-  return is_plain(view, table.dtype(index), table.num_elements(index));
+  return is_plain(view, table.dtype(kParam, index), table.num_elements(index));
 }
 
 uintptr_t call_data_ptr(PyObject* tensor) {
@@ -116,7 +116,7 @@ py::object gather_gradients(Table& table, const py::list& params) {
     PyList_SET_ITEM(grads.ptr(), static_cast<Py_ssize_t>(row), grad.release().ptr());
   }
   table.set_column(kParam, std::move(param_addresses));
-  table.set_column(kGrad, std::move(grad_addresses));
+  table.set_column(kAccumulator, std::move(grad_addresses));
   return std::move(grads);
 }
 

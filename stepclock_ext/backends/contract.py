@@ -12,10 +12,12 @@ from torch import Tensor
 from .layout import Layout
 
 __all__ = [
+    "AccumulateSlots",
     "AdamScalars",
     "AdamStates",
     "Backend",
     "BackendStatus",
+    "Companions",
     "SgdScalars",
     "clip_factor",
 ]
@@ -93,13 +95,13 @@ class Backend(Protocol):
     def accumulate_(
         self,
         accumulators: Sequence[Tensor],
-        slots: Tensor | None,
+        slots: AccumulateSlots,
         grads: Sequence[Tensor],
         layout: Layout,
         *,
         store: bool,
     ) -> None:
-        """Adds `grads` (or stores them), and writes the sums of squares of what results."""
+        """Adds `grads` (or stores them), and writes the sums of squares that are asked for."""
         ...
 
     def coefficient_(
@@ -116,10 +118,11 @@ class Backend(Protocol):
         self,
         params: Sequence[Tensor],
         states: AdamStates,
-        grads: Sequence[Tensor],
+        sums: Sequence[Tensor],
         stats: Tensor,
         layout: Layout,
         scalars: AdamScalars,
+        companions: Companions,
     ) -> None:
         """One Adam or AdamW update; adds 1 to each step."""
         ...
@@ -128,13 +131,55 @@ class Backend(Protocol):
         self,
         params: Sequence[Tensor],
         buffers: Sequence[Tensor] | None,
-        grads: Sequence[Tensor],
+        sums: Sequence[Tensor],
         stats: Tensor,
         layout: Layout,
         scalars: SgdScalars,
+        companions: Companions,
     ) -> None:
         """One SGD update; `buffers` is None without momentum."""
         ...
+
+    def move_average_(
+        self, params: Sequence[Tensor], layout: Layout, companions: Companions
+    ) -> None:
+        """Moves the averages of parameters that an update passed by."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class AccumulateSlots:
+    """Where an accumulation writes its sums of squares, chunk by chunk; None where not wanted.
+
+    Attributes:
+        sums: of the accumulator as it is then.
+        grad_sums: of the gradient alone.
+        prior_sums: of the accumulator as it was; 0 where it is stored.
+    """
+
+    sums: Tensor | None = None
+    grad_sums: Tensor | None = None
+    prior_sums: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Companions:
+    """What moves along with the parameters of an update.
+
+    Attributes:
+        masters: one a row: int16 remainders of a bf16 parameter (`rounding.split`), an fp32 copy of
+            an fp16 one; what stands beside any other is not used. None: no masters.
+        averages: averaged weights, one a row, fp32 beside 16-bit parameters and else of their
+            dtype; they average the masters where there are some. None: no averages.
+        average_weight: ``average += average_weight * (parameter - average)``, after the update.
+        rounding_key: 16-bit parameters without masters are rounded stochastically by the random
+            bits of this key; None rounds to nearest.
+    """
+
+    masters: Sequence[Tensor] | None = None
+    averages: Sequence[Tensor] | None = None
+    average_weight: float = 0.0
+    rounding_key: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

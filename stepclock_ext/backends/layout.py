@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CHUNK_ELEMENTS",
-    "STATE_COLUMNS",
+    "HALVES",
     "Layout",
     "chunk_sizes",
     "is_dense",
@@ -30,8 +30,9 @@ __all__ = [
 CHUNK_ELEMENTS = 16384
 
 
-STATE_COLUMNS = ("EXP_AVG", "EXP_AVG_SQ", "MAX_EXP_AVG_SQ", "BUFFER")
-_HALVES = (torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
+_STATE_COLUMNS = ("EXP_AVG", "EXP_AVG_SQ", "MAX_EXP_AVG_SQ", "BUFFER")
+_UP_TO_FP32 = (*HALVES, torch.float32)
 
 
 def num_chunks(num_elements: int) -> int:
@@ -93,10 +94,11 @@ class Layout:
     Attributes:
         backend: runs the ops on this layout.
         num_elements: real numbers in each row (twice the elements of a complex tensor).
-        dtypes: of those numbers.
+        dtypes: of those numbers, in parameters and micro gradients.
         strides: of each row's tensors; None where the row is contiguous.
         first_slots: where each row's chunk sums begin in the window's slots.
-        state_dtypes: of moments and buffer in each row: as `dtypes`, or fp32 beside 16 bits.
+        accumulator_dtypes: of the window sums in each row: as `dtypes`, or fp32 beside 16 bits.
+        state_dtypes: of moments and buffer in each row: any up to fp32, or fp64 beside fp64.
         verified: the list that was last found to fit, for each column.
         cache: what the backend keeps beside the layout (address tables).
     """
@@ -106,24 +108,42 @@ class Layout:
     dtypes: tuple[torch.dtype, ...]
     strides: tuple[tuple[int, ...] | None, ...]
     first_slots: tuple[int, ...]
+    accumulator_dtypes: tuple[torch.dtype, ...]
     state_dtypes: list[torch.dtype] = field(default_factory=list)
     verified: dict[str, Sequence[Tensor]] = field(default_factory=dict)
     cache: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(
-        backend: Backend, tensors: Sequence[Tensor], first_slots: Sequence[int] | None = None
+        backend: Backend,
+        tensors: Sequence[Tensor],
+        first_slots: Sequence[int] | None = None,
+        *,
+        accumulate_dtype: torch.dtype | None = None,
     ) -> Layout:
-        """The layout of `tensors`; slots follow one another unless `first_slots` places them."""
+        """The layout of `tensors`.
+
+        Args:
+            backend: runs the ops.
+            tensors: parameters, or tensors like them.
+            first_slots: where each row's slots begin; None puts them one after another.
+            accumulate_dtype: fp32 for window sums that are fp32 beside 16-bit rows; None leaves
+                them in each row's dtype.
+        """
         sizes = [num_real(t) for t in tensors]
         if first_slots is None:
             first_slots = [0, *accumulate(num_chunks(size) for size in sizes)][:-1]
+        wide = accumulate_dtype == torch.float32
         return Layout(
             backend=backend,
             num_elements=tuple(sizes),
             dtypes=tuple(real_dtype(t.dtype) for t in tensors),
             strides=tuple(None if t.is_contiguous() else t.stride() for t in tensors),
             first_slots=tuple(first_slots),
+            accumulator_dtypes=tuple(
+                torch.float32 if wide and t.dtype in HALVES else real_dtype(t.dtype)
+                for t in tensors
+            ),
             state_dtypes=[real_dtype(t.dtype) for t in tensors],
         )
 
@@ -139,17 +159,29 @@ class Layout:
     def adopt_state_dtypes(self, states: Sequence[Tensor]) -> None:
         """Takes the dtypes of `states`, one of the state columns, for all of them.
 
-        A row's state is of its own dtype, or fp32 where that has 16 bits; where it is neither, the
-        row keeps what it had, and `check` will refuse the column.
+        Where a row's state has a dtype that cannot stand beside the row's, the row keeps what it
+        had, and `check` will refuse the column.
         """
+        dtypes = [real_dtype(state.dtype) for state in states]
         found = [
-            torch.float32 if state.dtype == torch.float32 and own in _HALVES else own
-            for state, own in zip(states, self.dtypes, strict=True)
+            dtype if own in _UP_TO_FP32 and dtype in _UP_TO_FP32 else own
+            for dtype, own in zip(dtypes, self.dtypes, strict=True)
         ]
         if found != self.state_dtypes:
-            self.release(*STATE_COLUMNS)
-            self.cache.pop("states_sent", None)
+            self.release(*_STATE_COLUMNS)
+            self.cache.pop("dtypes_sent", None)
             self.state_dtypes[:] = found
+
+    def dtype(self, column: str, row: int) -> torch.dtype:
+        """What the tensors of `column` are made of in a row."""
+        own = self.dtypes[row]
+        if column in _STATE_COLUMNS:
+            return self.state_dtypes[row]
+        if column == "ACCUMULATOR":
+            return self.accumulator_dtypes[row]
+        if column == "MASTER" and own == torch.bfloat16:
+            return torch.int16
+        return torch.float32 if column in ("MASTER", "AVERAGE") and own in HALVES else own
 
     def verify(self, column: str, tensors: Sequence[Tensor]) -> None:
         """Checks `tensors`; the same list only once where the backend sees if one of them moves.
@@ -179,8 +211,8 @@ class Layout:
             if column == "STEP":
                 _check_step(where, tensor)
                 continue
-            dtypes = self.state_dtypes if column in STATE_COLUMNS else self.dtypes
-            size, dtype, strides = self.num_elements[row], dtypes[row], self.strides[row]
+            size, strides = self.num_elements[row], self.strides[row]
+            dtype = self.dtype(column, row)
             if num_real(tensor) != size or real_dtype(tensor.dtype) != dtype:
                 raise TypeError(
                     f"{where}: must hold {size} values of {dtype}, got {tuple(tensor.shape)} "

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .contract import AdamScalars, AdamStates, BackendStatus, SgdScalars
+from .contract import (
+    AccumulateSlots,
+    AdamScalars,
+    AdamStates,
+    BackendStatus,
+    Companions,
+    SgdScalars,
+)
 from .layout import Layout, is_dense, real_dtype
 
 __all__ = ["NativeBackend", "load", "status"]
@@ -55,7 +62,7 @@ class NativeBackend:
         exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # torch >= 2.10
         if exchange is not None:
             module.use_exchange_api(exchange)
-        self._grad = module.Column.GRAD
+        self._sums = module.Column.ACCUMULATOR
         self._columns = {name: int(column) for name, column in module.Column.__members__.items()}
 
     def supports(self, tensor: Tensor) -> bool:
@@ -78,17 +85,17 @@ class NativeBackend:
         return bool(self._c.holds_same(dicts, key, items))
 
     def sum_squares_(self, slots: Tensor, tensors: Sequence[Tensor], layout: Layout) -> None:
-        table = self._bind(layout, "GRAD", tensors)
-        self._c.sum_squares(slots.data_ptr(), table, self._grad, torch.get_num_threads())
+        table = self._bind(layout, "ACCUMULATOR", tensors)
+        self._c.sum_squares(slots.data_ptr(), table, self._sums, torch.get_num_threads())
 
     def max_abs_(self, slots: Tensor, tensors: Sequence[Tensor], layout: Layout) -> None:
-        table = self._bind(layout, "GRAD", tensors)
-        self._c.max_abs(slots.data_ptr(), table, self._grad, torch.get_num_threads())
+        table = self._bind(layout, "ACCUMULATOR", tensors)
+        self._c.max_abs(slots.data_ptr(), table, self._sums, torch.get_num_threads())
 
     def accumulate_(
         self,
         accumulators: Sequence[Tensor],
-        slots: Tensor | None,
+        slots: AccumulateSlots,
         grads: Sequence[Tensor],
         layout: Layout,
         *,
@@ -96,8 +103,9 @@ class NativeBackend:
     ) -> None:
         table = self._bind(layout, "ACCUMULATOR", accumulators)
         self._bind(layout, "GRAD", grads)
-        address = 0 if slots is None else slots.data_ptr()
-        self._c.accumulate(table, store, address, torch.get_num_threads())
+        into = (slots.sums, slots.grad_sums, slots.prior_sums)
+        addresses = [0 if wanted is None else wanted.data_ptr() for wanted in into]
+        self._c.accumulate(table, store, *addresses, torch.get_num_threads())
 
     def coefficient_(
         self, stats: Tensor, slots: Tensor, *, divisor: float, max_norm: float, maxima: bool
@@ -107,21 +115,21 @@ class NativeBackend:
         )
 
     def scale_(self, tensors: Sequence[Tensor], stats: Tensor, layout: Layout) -> None:
-        table = self._bind(layout, "GRAD", tensors)
-        self._c.scale(table, self._grad, _coefficient_address(stats), torch.get_num_threads())
+        table = self._bind(layout, "ACCUMULATOR", tensors)
+        self._c.scale(table, self._sums, _coefficient_address(stats), torch.get_num_threads())
 
     def adam_(
         self,
         params: Sequence[Tensor],
         states: AdamStates,
-        grads: Sequence[Tensor],
+        sums: Sequence[Tensor],
         stats: Tensor,
         layout: Layout,
         scalars: AdamScalars,
+        companions: Companions,
     ) -> None:
         table = self._bind(layout, "PARAM", params)
-        self._send_state_dtypes(table, layout)
-        self._bind(layout, "GRAD", grads)
+        self._bind(layout, "ACCUMULATOR", sums)
         self._bind(layout, "EXP_AVG", states.exp_avgs)
         self._bind(layout, "EXP_AVG_SQ", states.exp_avg_sqs)
         if states.max_exp_avg_sqs is not None:
@@ -136,21 +144,22 @@ class NativeBackend:
             decoupled=scalars.decoupled,
             amsgrad=scalars.amsgrad,
         )
+        along = self._bind_companions(layout, companions)
         address, threads = _coefficient_address(stats), torch.get_num_threads()
-        self._c.adam(table, settings, address, scalars.maximize, threads)
+        self._c.adam(table, settings, along, address, scalars.maximize, threads)
 
     def sgd_(
         self,
         params: Sequence[Tensor],
         buffers: Sequence[Tensor] | None,
-        grads: Sequence[Tensor],
+        sums: Sequence[Tensor],
         stats: Tensor,
         layout: Layout,
         scalars: SgdScalars,
+        companions: Companions,
     ) -> None:
         table = self._bind(layout, "PARAM", params)
-        self._send_state_dtypes(table, layout)
-        self._bind(layout, "GRAD", grads)
+        self._bind(layout, "ACCUMULATOR", sums)
         if buffers is not None:
             self._bind(layout, "BUFFER", buffers)
         settings = self._c.SgdScalars(
@@ -161,20 +170,39 @@ class NativeBackend:
             nesterov=scalars.nesterov,
             first=scalars.first,
         )
+        along = self._bind_companions(layout, companions)
         address, threads = _coefficient_address(stats), torch.get_num_threads()
-        self._c.sgd(table, settings, address, scalars.maximize, threads)
+        self._c.sgd(table, settings, along, address, scalars.maximize, threads)
+
+    def move_average_(
+        self, params: Sequence[Tensor], layout: Layout, companions: Companions
+    ) -> None:
+        table = self._bind(layout, "PARAM", params)
+        along = self._bind_companions(layout, companions)
+        self._c.move_average(table, along, torch.get_num_threads())
 
     def gather_gradients(self, params: list[Tensor], layout: Layout) -> list[Tensor] | None:
         """Each parameter's gradient, if all are there and fit `layout` as they are."""
+        if layout.accumulator_dtypes != layout.dtypes:
+            return None  # the sums do not lie in .grad
         grads: list[Tensor] | None = self._table(layout).gather_gradients(params)
         if grads is not None:
             layout.cache["gathered"] = (params, grads)
         return grads
 
-    def _send_state_dtypes(self, table: Any, layout: Layout) -> None:
-        if not layout.cache.get("states_sent"):
-            table.set_state_dtypes([_DTYPE_CODES[dtype] for dtype in layout.state_dtypes])
-            layout.cache["states_sent"] = True
+    def _bind_companions(self, layout: Layout, companions: Companions) -> Any:
+        """Binds what moves along; returns the rest of it as the module takes it."""
+        if companions.masters is not None:
+            self._bind(layout, "MASTER", companions.masters)
+        if companions.averages is not None:
+            self._bind(layout, "AVERAGE", companions.averages)
+        return self._c.Companions(
+            has_masters=companions.masters is not None,
+            has_averages=companions.averages is not None,
+            stochastic=companions.rounding_key is not None,
+            average_weight=companions.average_weight,
+            rounding_key=companions.rounding_key or 0,
+        )
 
     def _table(self, layout: Layout) -> Any:
         table = layout.cache.get(self.name)
@@ -182,6 +210,12 @@ class NativeBackend:
             codes = [_DTYPE_CODES[dtype] for dtype in layout.dtypes]
             table = self._c.Table(list(layout.num_elements), codes, list(layout.first_slots))
             layout.cache[self.name] = table
+        if not layout.cache.get("dtypes_sent"):
+            table.set_dtypes(
+                [_DTYPE_CODES[dtype] for dtype in layout.accumulator_dtypes],
+                [_DTYPE_CODES[dtype] for dtype in layout.state_dtypes],
+            )
+            layout.cache["dtypes_sent"] = True
         return table
 
     def _bind(self, layout: Layout, column: str, tensors: Sequence[Tensor]) -> Any:

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .contract import AdamScalars, AdamStates, SgdScalars
-from .layout import CHUNK_ELEMENTS, Layout, is_dense, real_view
+from .contract import AccumulateSlots, AdamScalars, AdamStates, Companions, SgdScalars
+from .layout import CHUNK_ELEMENTS, HALVES, Layout, is_dense, real_view
+from .rounding import chunk_key, join, random_bits, round_stochastically, split
 
 __all__ = ["ReferenceBackend"]
 
@@ -63,17 +64,21 @@ class ReferenceBackend:
     def accumulate_(
         self,
         accumulators: Sequence[Tensor],
-        slots: Tensor | None,
+        slots: AccumulateSlots,
         grads: Sequence[Tensor],
         layout: Layout,
         *,
         store: bool,
     ) -> None:
+        if slots.grad_sums is not None:
+            self.sum_squares_(slots.grad_sums, grads, layout)
+        if slots.prior_sums is not None and not store:
+            self.sum_squares_(slots.prior_sums, accumulators, layout)
         for accumulator, grad in zip(accumulators, grads, strict=True):
             total = _wide(grad) if store else _wide(accumulator) + _wide(grad)
             real_view(accumulator).copy_(total)
-        if slots is not None:
-            self.sum_squares_(slots, accumulators, layout)
+        if slots.sums is not None:
+            self.sum_squares_(slots.sums, accumulators, layout)
 
     def coefficient_(
         self, stats: Tensor, slots: Tensor, *, divisor: float, max_norm: float, maxima: bool
@@ -95,35 +100,92 @@ class ReferenceBackend:
         self,
         params: Sequence[Tensor],
         states: AdamStates,
-        grads: Sequence[Tensor],
+        sums: Sequence[Tensor],
         stats: Tensor,
         layout: Layout,
         scalars: AdamScalars,
+        companions: Companions,
     ) -> None:
         maxima: Sequence[Tensor | None] = states.max_exp_avg_sqs or [None] * len(params)
-        rows = zip(
-            params,
-            grads,
-            states.steps,
-            states.exp_avgs,
-            states.exp_avg_sqs,
-            maxima,
-            strict=True,
-        )
-        for param, grad, step, exp_avg, exp_avg_sq, maximum in rows:
-            _adam_row(param, step, exp_avg, exp_avg_sq, maximum, grad, stats, scalars)
+        moments = zip(states.steps, states.exp_avgs, states.exp_avg_sqs, maxima, strict=True)
+        for row, (total, state) in enumerate(zip(sums, moments, strict=True)):
+            weights = _Weights(params, layout, companions, row)
+            weights.write(_adam_row(weights.read(), *state, total, stats, scalars))
+            weights.move_average()
 
     def sgd_(
         self,
         params: Sequence[Tensor],
         buffers: Sequence[Tensor] | None,
-        grads: Sequence[Tensor],
+        sums: Sequence[Tensor],
         stats: Tensor,
         layout: Layout,
         scalars: SgdScalars,
+        companions: Companions,
     ) -> None:
-        for row, (param, grad) in enumerate(zip(params, grads, strict=True)):
-            _sgd_row(param, None if buffers is None else buffers[row], grad, stats, scalars)
+        for row, total in enumerate(sums):
+            weights = _Weights(params, layout, companions, row)
+            buffer = None if buffers is None else buffers[row]
+            weights.write(_sgd_row(weights.read(), buffer, total, stats, scalars))
+            weights.move_average()
+
+    def move_average_(
+        self, params: Sequence[Tensor], layout: Layout, companions: Companions
+    ) -> None:
+        for row in range(len(params)):
+            _Weights(params, layout, companions, row).move_average()
+
+
+class _Weights:
+    """One row's parameter with its companions."""
+
+    def __init__(
+        self, params: Sequence[Tensor], layout: Layout, companions: Companions, row: int
+    ) -> None:
+        self._param = params[row].detach()
+        self._companions = companions
+        self._first_slot = layout.first_slots[row]
+        self._row = row
+        is_half = self._param.dtype in HALVES
+        has_master = companions.masters is not None and is_half
+        self._master = companions.masters[row] if companions.masters and has_master else None
+        self._is_stochastic = companions.rounding_key is not None and is_half and not has_master
+
+    def read(self) -> Tensor:
+        """The parameter in the dtype that arithmetic runs in."""
+        if self._master is None:
+            return _wide(self._param)
+        if self._master.dtype == torch.int16:
+            return join(self._param, self._master)
+        return self._master
+
+    def write(self, values: Tensor) -> None:
+        """Stores `values`, rounded as the row is."""
+        if self._is_stochastic:
+            values = self._rounded(values)
+        if self._master is not None and self._master.dtype == torch.int16:
+            values, remainder = split(values)
+            self._master.copy_(remainder)
+        elif self._master is not None:
+            self._master.copy_(values)
+        real_view(self._param).copy_(values)
+
+    def move_average(self) -> None:
+        """Moves the row's average towards the parameter as it is now."""
+        if self._companions.averages is not None:
+            average = real_view(self._companions.averages[self._row])
+            average += self._companions.average_weight * (self.read() - average)
+
+    def _rounded(self, values: Tensor) -> Tensor:
+        """Random bits go by the place in memory: chunk, and element within it."""
+        assert self._companions.rounding_key is not None
+        rounded = torch.empty_like(self._param)
+        wide = torch.empty_like(self._param, dtype=torch.float32).copy_(values)
+        chunks = zip(_flat(rounded).split(CHUNK_ELEMENTS), _flat(wide).split(CHUNK_ELEMENTS))
+        for i, (into, chunk) in enumerate(chunks):
+            key = chunk_key(self._companions.rounding_key, self._first_slot + i)
+            into.copy_(round_stochastically(chunk, rounded.dtype, random_bits(key, chunk.numel())))
+        return rounded
 
 
 def _factor(stats: Tensor, like: Tensor) -> Tensor:
@@ -132,20 +194,20 @@ def _factor(stats: Tensor, like: Tensor) -> Tensor:
 
 
 def _adam_row(
-    param: Tensor,
+    p: Tensor,
     step: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     maximum: Tensor | None,
-    grad: Tensor,
+    total: Tensor,
     stats: Tensor,
     s: AdamScalars,
-) -> None:
+) -> Tensor:
     """Kingma & Ba 2015, algorithm 1; decoupled decay as in Loshchilov & Hutter 2019."""
     step += 1
     t = step.item()
-    p, m, v = _wide(param), _wide(exp_avg), _wide(exp_avg_sq)
-    g = _wide(grad) * _factor(stats, grad)
+    m, v = _wide(exp_avg), _wide(exp_avg_sq)
+    g = _wide(total) * _factor(stats, total)
     if s.maximize:
         g = -g
     if s.decoupled:
@@ -159,18 +221,16 @@ def _adam_row(
         second = torch.maximum(_wide(maximum), v)
         real_view(maximum).copy_(second)
     denominator = second.sqrt() / (1 - s.beta2**t) ** 0.5 + s.eps
-    p = p - (s.lr / (1 - s.beta1**t)) * m / denominator
-    real_view(param.detach()).copy_(p)
     real_view(exp_avg).copy_(m)
     real_view(exp_avg_sq).copy_(v)
+    return p - (s.lr / (1 - s.beta1**t)) * m / denominator
 
 
 def _sgd_row(
-    param: Tensor, buffer: Tensor | None, grad: Tensor, stats: Tensor, s: SgdScalars
-) -> None:
+    p: Tensor, buffer: Tensor | None, total: Tensor, stats: Tensor, s: SgdScalars
+) -> Tensor:
     """Sutskever et al. 2013 as torch writes it: the learning rate stays outside the buffer."""
-    p = _wide(param)
-    g = _wide(grad) * _factor(stats, grad)
+    g = _wide(total) * _factor(stats, total)
     if s.maximize:
         g = -g
     if s.weight_decay != 0:
@@ -179,4 +239,4 @@ def _sgd_row(
         b = g if s.first else s.momentum * _wide(buffer) + (1 - s.dampening) * g
         real_view(buffer).copy_(b)
         g = g + s.momentum * b if s.nesterov else b
-    real_view(param.detach()).copy_(p - s.lr * g)
+    return p - s.lr * g
