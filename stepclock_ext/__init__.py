@@ -3,6 +3,7 @@
 from .backends import backends
 from .backends.contract import BackendStatus
 from .clock import StepClock
+from .ema import EMA
 from .errors import NonFiniteGradientError, ScheduleMismatchError
 from .fence import FenceReport, LRFence
 from .loss_scale import LossScale
@@ -12,6 +13,7 @@ from .schedules import Schedule
 from .step_info import StepInfo
 
 __all__ = [
+    "EMA",
     "BackendStatus",
     "ClockedOptimizer",
     "FenceReport",

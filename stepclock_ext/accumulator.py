@@ -1,6 +1,7 @@
-"""Where a micro gradient goes: a parameter's own ``.grad``, watched over a whole window.
+"""Where a micro gradient goes, watched over a whole window.
 
-Autograd keeps the first gradient of a window and adds the others in place.
+To a parameter's own ``.grad``, where autograd keeps the first gradient of a window and adds the
+others in place; or, caught by a hook, to a sum of our own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .caught_gradients import CaughtGradients
+from .noise_scale import MicroNorms
 from .norm_ride import NormRide
 from .parameters import ParameterRows
 
@@ -53,22 +56,77 @@ class WindowGradients:
 class Accumulator:
     """The window sums of one wrapper's parameters.
 
+    Args:
+        rows: the parameters.
+        name_of: a row's name, for messages.
+        buffers: fp32 sums by parameter, kept from one accumulator to the next.
+        with_norms: the norm of each micro gradient is wanted: all rows are caught.
+
     Attributes:
         rows: the parameters.
         slots: the chunk sums of this window, fp64; zero between windows.
+        caught: the sums that do not lie in ``.grad``.
+        norms: of the micro gradients; None where they are not wanted.
+        ride: the norm's free ride for the other sums.
     """
 
-    def __init__(self, rows: ParameterRows, name_of: Callable[[int], str]) -> None:
+    def __init__(
+        self,
+        rows: ParameterRows,
+        name_of: Callable[[int], str],
+        buffers: dict[Tensor, Tensor] | None = None,
+        *,
+        with_norms: bool = False,
+    ) -> None:
         self.rows = rows
         self.slots = ops.make_slots(rows.num_slots)
         self._name_of = name_of
         self._held: list[Tensor | None] | None = None
-        self._seen: list[tuple[int, int]] = []
-        self.ride = NormRide(rows, self.slots)
+        self._seen: list[tuple[int, int]] = [(0, 0)]
+        caught = rows.every_row if with_norms else rows.wide
+        self.caught = CaughtGradients(rows, caught, self.slots, {} if buffers is None else buffers)
+        self.norms = MicroNorms(rows, self.caught) if with_norms else None
+        self.ride = NormRide(rows, self.slots, self.caught.rows)
 
     def grads(self) -> list[Tensor | None]:
-        """Each parameter's ``.grad`` as it is."""
-        return [p.grad for p in self.rows.params]
+        """Each row's sum as it is."""
+        params, caught = self.rows.params, self.caught
+        if not caught.rows:
+            return [p.grad for p in params]
+        return [
+            p.grad if (total := caught.sum(row)) is None else total for row, p in enumerate(params)
+        ]
+
+    def is_empty(self) -> bool:
+        """Whether no gradient has come."""
+        self.caught.settle()
+        return all(grad is None for grad in self.grads())
+
+    def begin_micro_step(self, *, is_last: bool) -> None:
+        """The next gradients are those of the window's last micro step, or they are not."""
+        self.caught.is_last = is_last
+
+    def end_micro_step(self, weight: float) -> None:
+        """The gradients of a micro step of this weight are all in."""
+        self.caught.settle()
+        if self.norms is not None:
+            self.norms.end_micro_step(weight)
+
+    def accumulated(self, p: Tensor) -> Tensor | None:
+        """The sum of a parameter as it is; None where no gradient has come.
+
+        Raises:
+            ValueError: it is no parameter of these rows.
+        """
+        row = self.rows.row_of(p)
+        if row is None:
+            raise ValueError(
+                "ClockedOptimizer.accumulated: p must be a parameter of this optimizer, got a "
+                f"tensor of shape {tuple(p.shape)} that is none"
+            )
+        self.caught.settle()
+        total = self.caught.sum(row)
+        return p.grad if total is None else total
 
     def hold(self) -> None:
         """Remembers the accumulators of an open window, after each of its micro steps.
@@ -92,7 +150,8 @@ class Accumulator:
         """Identity and version of some gradients: a backward changes one or the other."""
         step = -(-len(self.rows.params) // 512)
         grads = (p.grad for p in self.rows.params[::step])
-        return [(id(grad), grad._version) for grad in grads if grad is not None]
+        seen = [(id(grad), grad._version) for grad in grads if grad is not None]
+        return [(0, self.caught.arrivals), *seen]
 
     def held(self) -> dict[int, Tensor]:
         """The accumulators of the open window by row."""
@@ -101,7 +160,10 @@ class Accumulator:
     def restore(self, accumulators: dict[int, Tensor]) -> None:
         """Makes `accumulators` the open window's, as `held` gave them."""
         for row, p in enumerate(self.rows.params):
-            p.grad = accumulators.get(row)
+            is_caught = row in self.caught.rows and not _is_sparse(accumulators.get(row))
+            p.grad = None if is_caught else accumulators.get(row)
+        dense = {row: total for row, total in accumulators.items() if not _is_sparse(total)}
+        self.caught.restore(dense)
         self._held = self.grads() if accumulators else None
         self._seen = self._sample()
 
@@ -110,8 +172,11 @@ class Accumulator:
         for p in self.rows.params:
             p.grad = None
         self._held = None
-        self._seen = []
+        self._seen = [(0, self.caught.arrivals)]
         self.ride.clear()
+        self.caught.clear()
+        if self.norms is not None:
+            self.norms.clear()
         self.slots.zero_()
         self.rows.release_gradients()
 
@@ -122,11 +187,13 @@ class Accumulator:
             RuntimeError: an accumulator of the window is gone, or a hook took a gradient.
             TypeError: a gradient's layout is neither strided nor sparse COO.
         """
-        if self.ride.taken is not None:
+        taken = self.caught.taken if self.ride.taken is None else self.ride.taken
+        if taken is not None:
             raise RuntimeError(
-                f"ClockedOptimizer: a hook took the gradient of {self._name_of(self.ride.taken)!r} "
+                f"ClockedOptimizer: a hook took the gradient of {self._name_of(taken)!r} "
                 "during backward; remove the hook, or call discard()"
             )
+        self.caught.settle()
         plain = self._gather_plain()
         grads = self.grads() if plain is None else plain
         self._check_held(grads)
@@ -143,10 +210,14 @@ class Accumulator:
 
     def unmeasured(self, gradients: WindowGradients) -> tuple[int, ...]:
         """Walked rows whose chunk sums are not those of the gradient as it is now."""
-        if self.ride.is_empty:
+        if self.ride.is_empty and not self.caught.rows:
             return gradients.walked
         grads = gradients.grads
-        return tuple(row for row in gradients.walked if not self.ride.is_measured(row, grads[row]))
+        return tuple(
+            row
+            for row in gradients.walked
+            if not self.ride.is_measured(row, grads[row]) and not self.caught.is_measured(row)
+        )
 
     def _check_held(self, grads: list[Tensor | None]) -> None:
         """Autograd adds in place, so within a window an accumulator stays the object it was."""
@@ -168,10 +239,19 @@ class Accumulator:
         rows = self.rows
         if not rows.all_walked or not rows.contiguous:
             return None
+        if self.caught.rows:
+            return self._gather_caught()
         grads = ops.gather_gradients(rows.params, rows.layout(rows.every_row))
         if grads is None or any(grads[row].is_neg() for row in rows.single):
             return None
         return grads  # type: ignore[return-value]
+
+    def _gather_caught(self) -> list[Tensor | None] | None:
+        """Every sum, where all are caught and none of them is beside its parameter any more."""
+        sums = self.caught.all_sums()
+        if sums is None or not all(map(self.rows.fits, self.rows.every_row)):
+            return None
+        return sums  # type: ignore[return-value]
 
     def _is_walkable(self, row: int, grad: Tensor) -> bool:
         """Whether the fast backend may walk the row; where ``p.data`` was replaced, it may not."""
@@ -181,7 +261,7 @@ class Accumulator:
         if not rows.fits(row):
             rows.is_stale = True
             return False
-        return grad.dtype == rows.dtypes[row] and grad.shape == rows.params[row].shape
+        return grad.dtype == rows.sum_dtype(row) and grad.shape == rows.params[row].shape
 
     def _walkable(self, row: int, grad: Tensor) -> Tensor:
         """`grad`, or its values in the parameter's memory layout, stored back as ``.grad``."""
@@ -200,6 +280,8 @@ class Accumulator:
             if overlaps:  # an expanded gradient cannot be scaled in place
                 p.grad = grad = grad.clone(memory_format=torch.contiguous_format)
             return grad
+        if grad is self.caught.sum(row):
+            return grad
         same = grad.is_contiguous() if p.is_contiguous() else grad.stride() == p.stride()
         if same and not grad.is_conj() and not grad.is_neg():
             return grad
@@ -207,3 +289,7 @@ class Accumulator:
         packed = packed.detach().copy_(grad)
         p.grad = packed
         return packed
+
+
+def _is_sparse(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.layout != torch.strided

@@ -10,16 +10,19 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from .ema import EMA
 from .facade import OptimizerFacade
 from .loss_scale import LossScale
 
 __all__ = [
     "check_closure_optimizer",
     "check_count",
+    "check_ema",
     "check_loss",
     "check_loss_scale",
     "check_max_norm",
     "check_new_group",
+    "check_noise_scale",
     "check_norm_type",
     "check_policies",
     "check_weight",
@@ -42,6 +45,7 @@ _POLICIES = {
     "reduction": ("mean", "sum"),
     "nonfinite": ("skip", "raise", "propagate"),
     "tail": ("flush", "carry", "drop"),
+    "rounding": ("nearest", "stochastic"),
 }
 
 
@@ -51,6 +55,24 @@ def check_policies(**given: Any) -> None:
         if value not in _POLICIES[name]:
             listed = ", ".join(map(repr, _POLICIES[name]))
             raise ValueError(f"{_WHERE}: {name} must be one of {listed}, got {value!r}")
+
+
+def check_ema(value: Any) -> EMA | None:
+    """`value`, an `EMA` or None."""
+    if value is None or isinstance(value, EMA):
+        return value
+    raise TypeError(f"{_WHERE}: ema must be an EMA or None, got {value!r}; pass EMA(decay=0.999)")
+
+
+def check_noise_scale(value: Any, *, norm_type: float) -> None:
+    """Refuses what is no bool, and norms that say nothing about the noise."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{_WHERE}: noise_scale must be True or False, got {value!r}")
+    if value and norm_type != 2.0:
+        raise ValueError(
+            f"{_WHERE}: noise_scale must go with norm_type=2.0, got {norm_type}; the noise scale "
+            "is made of squared norms"
+        )
 
 
 def check_max_norm(value: Any) -> float | None:

@@ -8,15 +8,14 @@ from it, as it does from autograd).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from . import ops
-from .parameters import ParameterRows
+from .parameters import ParameterRows, register_hook
 
 __all__ = ["RIDE_MIN_ELEMENTS", "NormRide"]
 
@@ -28,12 +27,18 @@ RIDE_MIN_ELEMENTS = 65536
 class NormRide:
     """Which rows of this window have their chunk sums already.
 
+    Args:
+        rows: the parameters.
+        slots: of the window.
+        caught: rows whose gradients are taken out of ``.grad`` and need no ride.
+
     Attributes:
         taken: a row whose gradient somebody's hook took before ours saw it.
     """
 
-    def __init__(self, rows: ParameterRows, slots: Tensor) -> None:
+    def __init__(self, rows: ParameterRows, slots: Tensor, caught: Set[int] = frozenset()) -> None:
         self._rows = rows
+        self._caught = caught
         self._slots = slots
         self._measured: dict[int, tuple[Tensor, int]] = {}
         self.taken: int | None = None
@@ -44,7 +49,7 @@ class NormRide:
         offered = ((row, self._set_aside(row)) for row in self._rideable())
         set_aside = {row: grad for row, grad in offered if grad is not None}
         handles = [
-            _register(self._rows.params[row], self.hook(row, grad))
+            register_hook(self._rows.params[row], self.hook(row, grad))
             for row, grad in set_aside.items()
         ]
         try:
@@ -68,7 +73,7 @@ class NormRide:
                 self.taken = row
             elif fresh.requires_grad:  # create_graph=True: the sum belongs to a graph
                 p.grad = accumulator + fresh
-            elif not _fits(fresh, p):
+            elif not self._rows.matches(row, fresh):
                 p.grad = accumulator.add_(fresh)
             else:
                 layout = self._rows.layout((row,))
@@ -99,28 +104,18 @@ class NormRide:
         """Large rows, where a hook costs less than it saves."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return []  # a reducer works on .grad itself
-        params = self._rows.params
-        return [row for row in self._rows.walked if params[row].numel() >= RIDE_MIN_ELEMENTS]
+        params, own = self._rows.params, self._rows.walked - self._caught
+        return [row for row in own if params[row].numel() >= RIDE_MIN_ELEMENTS]
 
     def _set_aside(self, row: int) -> Tensor | None:
         """The row's accumulator, taken out of ``.grad``; None where it must stay."""
         p = self._rows.params[row]
         grad = p.grad
-        if grad is None or grad.requires_grad or not self._rows.fits(row) or not _fits(grad, p):
+        if grad is None or grad.requires_grad or not self._rows.fits(row):
+            return None
+        if not self._rows.matches(row, grad):
             return None
         if p._post_accumulate_grad_hooks:  # somebody's hook, which expects the sum so far
             return None
         p.grad = None
         return grad
-
-
-def _register(p: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    register: Callable[..., RemovableHandle] = p.register_post_accumulate_grad_hook
-    return register(hook)
-
-
-def _fits(grad: Tensor, p: Tensor) -> bool:
-    """Whether `grad` lies in memory as `p` does."""
-    if grad.layout != torch.strided or grad.dtype != p.dtype or grad.is_conj() or grad.is_neg():
-        return False
-    return grad.is_contiguous() if p.is_contiguous() else grad.stride() == p.stride()

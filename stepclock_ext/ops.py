@@ -44,6 +44,7 @@ from .backends.layout import (
     chunk_sizes,
     num_chunks,
     num_real,
+    real_dtype,
     real_view,
 )
 from .backends.rounding import join, round_stochastically, split, update_key
@@ -77,6 +78,7 @@ __all__ = [
     "move_average_",
     "num_chunks",
     "num_real",
+    "real_dtype",
     "real_view",
     "round_stochastically",
     "scale_",

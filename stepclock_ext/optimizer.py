@@ -14,15 +14,20 @@ from torch.optim.lr_scheduler import LRScheduler
 from . import arguments, closure_step, ops, plan_binding, wrapper_state
 from .accumulator import WindowGradients
 from .clock import StepClock
+from .companions import ParameterCompanions, new_rounding_seed
 from .eager import run_eagerly
+from .ema import EMA
 from .facade import OptimizerFacade
 from .loss_scale import LossScale
+from .master_weights import MasterWeights
+from .noise_scale import NoiseSample, NoiseScale
 from .norm import Measurement
 from .plan import TrainPlan
+from .precision import check_precision, is_many_processes
 from .remapped_curve import RemappedCurve
 from .schedulers import AttachedSchedulers
 from .step_info import StepInfo
-from .update_pass import ClipSettings, UpdatePass
+from .update_pass import ClipSettings, PassSettings, UpdatePass
 from .window import Window
 from .window_settings import WindowSettings
 
@@ -34,8 +39,8 @@ class ClockedOptimizer(OptimizerFacade):
 
     Micro steps add gradients; the last one of a window updates::
 
-        backward(loss, weight):  seed S * weight -> autograd -> .grad (the last one of a window also
-                                 writes the chunk sums)
+        backward(loss, weight):  seed S * weight -> autograd -> accumulator (the last one of a
+                                 window also writes the chunk sums)
         step():                  count a micro step; inside a window, return
                                  norm, finite?, coefficient = clip / (S * total weight)
                                  finite:  fused update -> clock, schedulers, loss scale, triggers
@@ -55,6 +60,15 @@ class ClockedOptimizer(OptimizerFacade):
         plan: gives the window length and the tail policy where those are left at their defaults,
             and the schedule where `schedulers` is empty; a scheduler that declares another horizon
             is refused.
+        accumulate_dtype: of the sums of 16-bit gradients; None is fp32 in windows of several micro
+            steps, else the gradients' own. fp32 sums do not lie in ``.grad``: see `accumulated`.
+        master_weights: keep exact fp32 values beside 16-bit parameters, 2 bytes more for bf16 and
+            4 for fp16 (AdamW, Adam and SGD).
+        rounding: "nearest" or "stochastic", of 16-bit parameters without masters (AdamW, Adam and
+            SGD); repeatable from ``torch.manual_seed``.
+        ema: an `EMA`, moved in the update pass.
+        noise_scale: report the gradient noise scale of each window; gradients then do not lie in
+            ``.grad`` inside a window.
         nonfinite: "skip" leaves everything as it was, "raise" raises, "propagate" updates anyway.
         max_consecutive_skips: raise at this many skips in a row; None never does.
         tail: what `end_epoch` does with a short window: "flush" updates, "carry" keeps it open for
@@ -89,6 +103,11 @@ class ClockedOptimizer(OptimizerFacade):
         schedulers: Iterable[LRScheduler] = (),
         model: torch.nn.Module | None = None,
         plan: TrainPlan | None = None,
+        accumulate_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
+        rounding: str = "nearest",
+        ema: EMA | None = None,
+        noise_scale: bool = False,
         nonfinite: str = "skip",
         max_consecutive_skips: int | None = None,
         tail: str = "flush",
@@ -96,7 +115,9 @@ class ClockedOptimizer(OptimizerFacade):
     ) -> None:
         self.optimizers = arguments.list_optimizers(optimizer)
         steps = arguments.check_count("gradient_accumulation_steps", gradient_accumulation_steps)
-        arguments.check_policies(reduction=reduction, nonfinite=nonfinite, tail=tail)
+        arguments.check_policies(
+            reduction=reduction, nonfinite=nonfinite, tail=tail, rounding=rounding
+        )
         self.reduction, self.nonfinite = reduction, nonfinite
         steps, self.tail = plan_binding.follow_plan(plan, steps, tail)
         self._clip = ClipSettings(
@@ -107,6 +128,15 @@ class ClockedOptimizer(OptimizerFacade):
         self.max_consecutive_skips = max_consecutive_skips
         scale = arguments.check_loss_scale(loss_scale, self.nonfinite)
         self._needs_closure = arguments.check_closure_optimizer(self.optimizers, steps, scale)
+        self._precision = check_precision(
+            self.optimizers,
+            accumulate_dtype=accumulate_dtype,
+            master_weights=master_weights,
+            rounding=rounding,
+            needs_closure=self._needs_closure,
+        )
+        arguments.check_noise_scale(noise_scale, norm_type=self._clip.norm_type)
+        self._noise = NoiseScale() if noise_scale else None
         self._settings = WindowSettings(steps, scale)
         self._model = model
         self.plan = self._own_plan = plan
@@ -116,9 +146,17 @@ class ClockedOptimizer(OptimizerFacade):
         self._window = Window(scale=self._settings.scale, is_scaled=scale is not None)
         self._backend_name = backend
         self._backend = ops.make_backend(backend)
+        self._companions = ParameterCompanions(
+            masters=MasterWeights() if master_weights else None,
+            ema=arguments.check_ema(ema),
+            rounding_seed=new_rounding_seed() if self._precision.stochastic else None,
+        )
+        self._buffers: dict[Tensor, Tensor] = {}
         self._schedulers = AttachedSchedulers([self, *self.optimizers])
         self._build_pass()
         self._attach_first(list(schedulers))
+        if ema is not None:
+            ema.bind()
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -167,6 +205,7 @@ class ClockedOptimizer(OptimizerFacade):
             RuntimeError: an earlier backward of this window failed; call `discard()`.
         """
         self._refuse_broken("backward")
+        self._refuse_swapped("backward")
         amount = arguments.check_weight(weight)
         arguments.check_loss(loss, needs_grad=amount > 0)
         self._refresh_rows()
@@ -203,6 +242,7 @@ class ClockedOptimizer(OptimizerFacade):
             NonFiniteGradientError: with ``nonfinite="raise"``, or at `max_consecutive_skips`.
         """
         self._refuse_broken("step")
+        self._refuse_swapped("step")
         self._refresh_rows()
         if self._needs_closure:
             return self._guarded(lambda: closure_step.step_by_closure(self, closure))
@@ -211,11 +251,15 @@ class ClockedOptimizer(OptimizerFacade):
         window = self._window
         if not window.is_pending:
             self._count_plain_backward()
+        accumulator = self._pass.accumulator
         if self.clock.micro_step_in_window + 1 < self._settings.steps:
-            self._pass.accumulator.hold()
+            accumulator.end_micro_step(window.micro_weight)
+            accumulator.hold()
             self.clock.tick_micro(window.end_micro_step())
+            self._expect_micro_step()
             return self._info()
         self._schedulers.refuse_ended()
+        accumulator.end_micro_step(window.micro_weight)
         self.clock.tick_micro(window.end_micro_step())
         return self._guarded(self._settle_window)
 
@@ -259,12 +303,33 @@ class ClockedOptimizer(OptimizerFacade):
         self._start_window()
         return range(self.clock.micro_step + 1, last + 1)
 
+    def accumulated(self, p: Tensor) -> Tensor | None:
+        """The sum of a parameter's gradients in the open window, wherever it lies.
+
+        Args:
+            p: a parameter of this optimizer.
+
+        Returns:
+            The accumulator itself: fp32 where 16-bit gradients are summed in fp32, else the
+            gradient's dtype. It is the sum of ``loss scale * weight * gradient``, with weights in
+            units of a power of two where there is a loss scale. None where no gradient has come.
+
+        Raises:
+            ValueError: `p` is no parameter of this optimizer.
+        """
+        return self._pass.accumulator.accumulated(p)
+
+    def master_weight(self, p: Tensor) -> Tensor:
+        """The value of a parameter, in fp32 where it has 16 bits: exact where masters are kept."""
+        return (self._companions.masters or MasterWeights()).value(p)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients outside a window; inside one it does nothing (see `discard`)."""
         if self.clock.micro_step_in_window or self._window.is_pending or self._window.broken:
             return
         for inner in self.optimizers:
             inner.zero_grad(set_to_none=set_to_none)
+        self._pass.accumulator.caught.clear()
 
     # What follows the clock.
 
@@ -314,6 +379,7 @@ class ClockedOptimizer(OptimizerFacade):
         The bare optimizer loads it as it is. Only tensors and plain Python values.
         """
         self._refuse_uncounted("state_dict", is_uncounted=self._window.is_pending)
+        self._refuse_swapped("state_dict")
         return wrapper_state.save(self)
 
     def load_state_dict(
@@ -389,10 +455,30 @@ class ClockedOptimizer(OptimizerFacade):
         measurement = self._pass.measure(gradients, self._clip, divisor=divisor)
         if not measurement.finite and self.nonfinite != "propagate":
             return self._settle_skip(gradients, measurement)
-        self._pass.update(gradients, measurement, on_start=window.start_update)
-        return self._settle_update(measurement)
+        sample = self._sample_noise(gradients, measurement)
+        self._pass.update(
+            gradients,
+            measurement,
+            update=self.clock.update_step + 1,
+            on_start=window.start_update,
+        )
+        return self._settle_update(measurement, sample)
 
-    def _settle_update(self, measurement: Measurement) -> StepInfo:
+    def _sample_noise(
+        self, gradients: WindowGradients, measurement: Measurement
+    ) -> NoiseSample | None:
+        """What the window says about the noise."""
+        norms, window = self._pass.accumulator.norms, self._window
+        if norms is None or not measurement.finite:
+            return None
+        total = measurement.norm * window.divisor(self.reduction)
+        return norms.finish(
+            gradients.grads, scale=window.divisor("sum"), weight=window.weight, norm=total
+        )
+
+    def _settle_update(
+        self, measurement: Measurement, sample: NoiseSample | None = None
+    ) -> StepInfo:
         lr = self._last_lr = self._learning_rates()
         window = self._window
         self.clock.tick_update()
@@ -400,7 +486,8 @@ class ClockedOptimizer(OptimizerFacade):
         self._start_window()
         self._opt_called = True  # torch's schedulers look for it before they step
         self._schedulers.step()
-        return self._info(window, measurement, lr=lr, updated=True)
+        noise = None if sample is None or self._noise is None else self._noise.observe(sample)
+        return self._info(window, measurement, lr=lr, updated=True, noise_scale=noise)
 
     def _settle_skip(self, gradients: WindowGradients, measurement: Measurement) -> StepInfo:
         update = self.clock.update_step + 1
@@ -432,6 +519,14 @@ class ClockedOptimizer(OptimizerFacade):
         self._settings.adopt()
         self._window.scale = self._settings.scale
         self._window.is_scaled = self.loss_scale is not None
+        if self._pass.rows.is_wide != self._is_wide():
+            self._build_pass()
+        self._expect_micro_step()
+
+    def _expect_micro_step(self) -> None:
+        """Tells the accumulator whether the next micro step is known to be the window's last."""
+        is_last = self.clock.micro_step_in_window + 1 == self._settings.steps
+        self._pass.accumulator.begin_micro_step(is_last=is_last and self._clip.norm_type == 2.0)
 
     def _info(
         self,
@@ -441,6 +536,7 @@ class ClockedOptimizer(OptimizerFacade):
         lr: tuple[float, ...] | None = None,
         updated: bool = False,
         skipped: bool = False,
+        noise_scale: float | None = None,
     ) -> StepInfo:
         """The outcome; without a window and a measurement, of a step that ended none."""
         seeded = window or self._window
@@ -454,12 +550,25 @@ class ClockedOptimizer(OptimizerFacade):
             loss_scale=seeded.scale if seeded.is_scaled else None,
             micro_step=self.clock.micro_step,
             update_step=self.clock.update_step,
+            noise_scale=noise_scale,
         )
 
     # Parts.
 
     def _build_pass(self) -> None:
-        self._pass = UpdatePass(self.optimizers, self._backend, self._model)
+        settings = PassSettings(
+            precision=self._precision,
+            is_wide=self._is_wide(),
+            with_norms=self._noise is not None and not is_many_processes(),
+            model=self._model,
+        )
+        self._pass = UpdatePass(
+            self.optimizers, self._backend, settings, self._companions, self._buffers
+        )
+        self._expect_micro_step()
+
+    def _is_wide(self) -> bool:
+        return not self._needs_closure and self._precision.is_wide(self._settings.steps)
 
     def _refresh_rows(self) -> None:
         """Follows groups that were added or changed behind our back, between two windows."""
@@ -482,7 +591,7 @@ class ClockedOptimizer(OptimizerFacade):
     def _count_plain_backward(self) -> None:
         """A micro step of weight 1 by ``loss.backward()``, which knows no loss scale."""
         has_scale = self.loss_scale is not None
-        if has_scale and any(grad is not None for grad in self._pass.accumulator.grads()):
+        if has_scale and not self._pass.accumulator.is_empty():
             raise RuntimeError(
                 "ClockedOptimizer.step: with a loss scale every micro step must call "
                 "opt.backward(loss), which seeds it, and this one did not (plain "
@@ -499,6 +608,14 @@ class ClockedOptimizer(OptimizerFacade):
             raise RuntimeError(
                 f"ClockedOptimizer.{method}: this window cannot go on ({self._window.broken}); "
                 "call discard() and repeat its micro steps"
+            )
+
+    def _refuse_swapped(self, method: str) -> None:
+        ema = self._companions.ema
+        if ema is not None and ema.is_swapped:
+            raise RuntimeError(
+                f"ClockedOptimizer.{method}: the averaged weights are swapped in; train outside "
+                "of ema.swap()"
             )
 
     def _refuse_uncounted(self, method: str, *, is_uncounted: bool) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from . import ops
 
-__all__ = ["ParameterRows", "parameter_names"]
+__all__ = ["ParameterRows", "parameter_names", "register_hook"]
 
 
 class ParameterRows:
@@ -27,13 +28,22 @@ class ParameterRows:
         dtypes: of each parameter, as it was when the snapshot was made.
         is_stale: a parameter was found changed (``p.data`` replaced): renew the snapshot.
         walked: rows that the fast backend walks (dense, on its device, of a dtype it knows).
+        wide: 16-bit rows whose window sums are fp32.
+        has_wide_state: new moments of 16-bit parameters are fp32.
         contiguous: all of `walked` are contiguous, so a gradient need only be so too.
         first_slots: where each row's chunk sums begin. After the chunks of all rows comes one more
             slot a row, for gradients that cannot be cut into chunks (sparse ones).
         num_slots: of the whole window.
     """
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]], backend: ops.Backend) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        backend: ops.Backend,
+        *,
+        is_wide: bool = False,
+        has_masters: bool = False,
+    ) -> None:
         self.params: list[Tensor] = []
         self.group_rows: list[tuple[int, ...]] = []
         for group in groups:
@@ -46,6 +56,10 @@ class ParameterRows:
         self.all_walked = all(supported)
         self.contiguous = all(self.params[row].is_contiguous() for row in self.walked)
         self.dtypes = [p.dtype for p in self.params]
+        halves = (row for row, dtype in enumerate(self.dtypes) if dtype in ops.HALVES)
+        self.is_wide = is_wide
+        self.wide = frozenset(halves) if is_wide else frozenset()
+        self.has_wide_state = is_wide or has_masters
         self._shapes = [p.shape for p in self.params]
         self._strides = [None if p.is_contiguous() else p.stride() for p in self.params]
         self.is_stale = False
@@ -58,6 +72,7 @@ class ParameterRows:
         self.num_slots += len(self.params)
         self.every_row = tuple(range(len(self.params)))
         self.single = [row for row, p in enumerate(self.params) if p.numel() == 1]
+        self._row_of: dict[int, int] | None = None
         self._layouts: dict[tuple[int, ...], ops.Layout] = {}
 
     def is_current(self, groups: Iterable[Mapping[str, Any]]) -> bool:
@@ -81,6 +96,34 @@ class ParameterRows:
         same = p.is_contiguous() if strides is None else p.stride() == strides
         return same and p.dtype == self.dtypes[row] and p.shape == self._shapes[row]
 
+    def matches(self, row: int, grad: Tensor) -> bool:
+        """Whether `grad` lies in memory as the parameter does, in its dtype."""
+        p, strides = self.params[row], self._strides[row]
+        if grad.layout != torch.strided or grad.dtype != p.dtype or grad.shape != p.shape:
+            return False
+        same = grad.is_contiguous() if strides is None else grad.stride() == strides
+        return same and not grad.is_conj() and not grad.is_neg()
+
+    def sum_dtype(self, row: int) -> torch.dtype:
+        """What the window's sum of a row is made of."""
+        return torch.float32 if row in self.wide else self.dtypes[row]
+
+    def state_dtype(self, row: int) -> torch.dtype:
+        """What new moments of a row are made of."""
+        is_half = self.dtypes[row] in ops.HALVES
+        return torch.float32 if is_half and self.has_wide_state else self.dtypes[row]
+
+    def slots_of(self, row: int) -> slice:
+        """Where the chunk sums of a row stand."""
+        first = self.first_slots[row]
+        return slice(first, first + ops.num_chunks(ops.num_real(self.params[row])))
+
+    def row_of(self, p: Tensor) -> int | None:
+        """The row of a parameter; None for a tensor that is none."""
+        if self._row_of is None:
+            self._row_of = {id(param): row for row, param in enumerate(self.params)}
+        return self._row_of.get(id(p))
+
     def layout(self, rows: tuple[int, ...]) -> ops.Layout:
         """The layout of some walked rows; kept, since windows repeat."""
         layout = self._layouts.get(rows)
@@ -89,6 +132,7 @@ class ParameterRows:
                 self.backend,
                 [self.params[row] for row in rows],
                 [self.first_slots[row] for row in rows],
+                accumulate_dtype=torch.float32 if self.is_wide else None,
             )
             if len(rows) == 1 or len(self._layouts) < len(self.params) + _MAX_LAYOUTS:
                 self._layouts[rows] = layout
@@ -107,6 +151,12 @@ class ParameterRows:
 # Sets of present gradients that alternate (mixture of experts) are few; the bound keeps a model
 # whose set is new each window from growing without end.
 _MAX_LAYOUTS = 256
+
+
+def register_hook(p: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """`hook` is called with `p` whenever a gradient has arrived in ``p.grad``."""
+    register: Callable[..., RemovableHandle] = p.register_post_accumulate_grad_hook
+    return register(hook)
 
 
 def parameter_names(

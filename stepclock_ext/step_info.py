@@ -23,6 +23,8 @@ class StepInfo:
         loss_scale: the scale this window's losses were seeded with; None without one.
         micro_step: micro steps so far.
         update_step: updates so far.
+        noise_scale: the simple gradient noise scale (McCandlish et al. 2018), averaged over
+            updates; None where it is not asked for or this window cannot tell.
     """
 
     updated: bool
@@ -34,3 +36,4 @@ class StepInfo:
     loss_scale: float | None
     micro_step: int
     update_step: int
+    noise_scale: float | None = None

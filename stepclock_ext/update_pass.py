@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from . import ops
 from .accumulator import Accumulator, WindowGradients
+from .companions import ParameterCompanions
 from .errors import NonFiniteGradientError
 from .norm import Measurement, measure, nonfinite_rows
 from .parameters import ParameterRows, parameter_names
+from .precision import Precision
 from .updater import Updater
 
-__all__ = ["ClipSettings", "UpdatePass"]
+__all__ = ["ClipSettings", "PassSettings", "UpdatePass"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,23 @@ class ClipSettings:
 
     max_grad_norm: float | None
     norm_type: float
+
+
+@dataclass(frozen=True)
+class PassSettings:
+    """What a pass is built for, beside the optimizers.
+
+    Attributes:
+        precision: as asked for.
+        is_wide: 16-bit gradients are added in fp32.
+        with_norms: the norm of each micro gradient is wanted.
+        model: gives parameters their names.
+    """
+
+    precision: Precision
+    is_wide: bool
+    with_norms: bool
+    model: torch.nn.Module | None
 
 
 class UpdatePass:
@@ -42,17 +62,32 @@ class UpdatePass:
         self,
         optimizers: Sequence[Optimizer],
         backend: ops.Backend,
-        model: torch.nn.Module | None,
+        settings: PassSettings,
+        companions: ParameterCompanions,
+        buffers: dict[Tensor, Tensor],
     ) -> None:
         groups: list[dict[str, Any]] = []
         self._updaters: list[Updater] = []
         for inner in optimizers:
             first = len(groups)
             groups.extend(inner.param_groups)
-            self._updaters.append(Updater(inner, range(first, len(groups))))
-        self.rows = ParameterRows(groups, backend)
-        self.names = parameter_names(groups, model)
-        self.accumulator = Accumulator(self.rows, self.names.__getitem__)
+            mine = range(first, len(groups))
+            self._updaters.append(
+                Updater(inner, mine, companions, needs_rule=settings.precision.needs_rule)
+            )
+        self._companions = companions
+        self.rows = ParameterRows(
+            groups,
+            backend,
+            is_wide=settings.is_wide,
+            has_masters=settings.precision.master_weights,
+        )
+        self.names = parameter_names(groups, settings.model)
+        if not settings.is_wide:
+            buffers.clear()
+        self.accumulator = Accumulator(
+            self.rows, self.names.__getitem__, buffers, with_norms=settings.with_norms
+        )
 
     def collect(self, *, seeded: bool) -> WindowGradients:
         """The window's gradients, checked by everybody who will need them.
@@ -91,13 +126,18 @@ class UpdatePass:
         gradients: WindowGradients,
         measurement: Measurement,
         *,
+        update: int,
         on_start: Callable[[], None],
     ) -> None:
         """Moves every optimizer once; all have agreed before the first one moves."""
-        prepared = [updater.prepare(self.rows, gradients, self.names) for updater in self._updaters]
+        rows, names = self.rows, self.names
+        self._companions.start(rows)
+        prepared = [u.prepare(rows, gradients, names, update) for u in self._updaters]
         on_start()
         for updater, plans in zip(self._updaters, prepared, strict=True):
-            updater.update(self.rows, gradients, measurement, plans)
+            updater.update(rows, gradients, measurement, plans)
+        by_rule = (plan for plans in prepared for plan in plans or ())
+        self._companions.finish(rows, {row for plan in by_rule for row in plan.bound.rows})
 
     def nonfinite_error(
         self, what: str, gradients: WindowGradients, update: int

@@ -31,6 +31,8 @@ class BoundGroup:
     dicts: list[dict[str, Any]]
     columns: dict[str, list[Tensor]]
     first: bool = False  # SGD: the momentum buffers are not filled yet
+    # Generation, masters and averages, as `companions.py` last found them.
+    companions: tuple[Any, list[Tensor] | None, list[Tensor] | None] | None = None
 
     def is_current(self, keys: list[str]) -> bool:
         """Whether the state dicts still hold these very tensors, under these keys."""
@@ -50,7 +52,12 @@ class Rule(Protocol):
     ) -> list[BoundGroup] | None: ...
 
     def run(
-        self, group: dict[str, Any], bound: BoundGroup, grads: list[Tensor], stats: Tensor
+        self,
+        group: dict[str, Any],
+        bound: BoundGroup,
+        sums: list[Tensor],
+        stats: Tensor,
+        companions: ops.Companions,
     ) -> None: ...
 
 
@@ -68,14 +75,19 @@ class AdamRule:
     ) -> list[BoundGroup] | None:
         params = rows.of(group_rows)
         dicts = [inner.state[p] for p in params]
-        for p, state in zip(params, dicts, strict=True):
+        for row, p, state in zip(group_rows, params, dicts, strict=True):
             if not state:
-                _start_adam(state, p, group)
+                _start_adam(state, p, group, rows.state_dtype(row))
         columns = {key: [state[key] for state in dicts] for key in self.keys(group)}
         return _fitting([BoundGroup(group_rows, rows.layout(group_rows), params, dicts, columns)])
 
     def run(
-        self, group: dict[str, Any], bound: BoundGroup, grads: list[Tensor], stats: Tensor
+        self,
+        group: dict[str, Any],
+        bound: BoundGroup,
+        sums: list[Tensor],
+        stats: Tensor,
+        companions: ops.Companions,
     ) -> None:
         beta1, beta2 = group["betas"]
         scalars = ops.AdamScalars(
@@ -95,7 +107,7 @@ class AdamRule:
             columns["exp_avg_sq"],
             columns.get("max_exp_avg_sq"),
         )
-        ops.adam_(bound.params, states, grads, stats, bound.layout, scalars)
+        ops.adam_(bound.params, states, sums, stats, bound.layout, scalars, companions)
 
 
 class SgdRule:
@@ -126,7 +138,8 @@ class SgdRule:
         dicts = [inner.state[p] for p in params]
         if first:
             buffers = [
-                torch.empty_like(p, memory_format=torch.preserve_format).detach() for p in params
+                torch.empty_like(p, dtype=rows.state_dtype(row), requires_grad=False)
+                for row, p in zip(part, params, strict=True)
             ]
         else:
             buffers = [state["momentum_buffer"] for state in dicts]
@@ -134,7 +147,12 @@ class SgdRule:
         return BoundGroup(part, rows.layout(part), params, dicts, columns, first)
 
     def run(
-        self, group: dict[str, Any], bound: BoundGroup, grads: list[Tensor], stats: Tensor
+        self,
+        group: dict[str, Any],
+        bound: BoundGroup,
+        sums: list[Tensor],
+        stats: Tensor,
+        companions: ops.Companions,
     ) -> None:
         scalars = ops.SgdScalars(
             lr=float(group["lr"]),
@@ -146,7 +164,7 @@ class SgdRule:
             first=bound.first,
         )
         buffers = bound.columns.get("momentum_buffer")
-        ops.sgd_(bound.params, buffers, grads, stats, bound.layout, scalars)
+        ops.sgd_(bound.params, buffers, sums, stats, bound.layout, scalars, companions)
         if bound.first and buffers is not None:  # filled now, and not before
             for state, buffer in zip(bound.dicts, buffers, strict=True):
                 state["momentum_buffer"] = buffer
@@ -191,11 +209,13 @@ def _fitting(parts: list[BoundGroup]) -> list[BoundGroup] | None:
     return parts
 
 
-def _start_adam(state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> None:
-    """The state that ``torch.optim.Adam`` begins with, to the dtype."""
+def _start_adam(
+    state: dict[str, Any], p: Tensor, group: dict[str, Any], moment_dtype: torch.dtype
+) -> None:
+    """The state that ``torch.optim.Adam`` begins with; `moment_dtype` is as the rows say."""
     dtype = torch.float32
     if not group["fused"] and torch.get_default_dtype() == torch.float64:
         dtype = torch.float64
     state["step"] = torch.zeros((), dtype=dtype)
     for key in ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group["amsgrad"]:
-        state[key] = torch.zeros_like(p, memory_format=torch.preserve_format).detach()
+        state[key] = torch.zeros_like(p, dtype=moment_dtype, requires_grad=False)

@@ -16,11 +16,12 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from . import ops
 from .accumulator import WindowGradients
+from .companions import ParameterCompanions
 from .norm import Measurement
 from .parameters import ParameterRows
-from .update_rules import RULES, BoundGroup, Rule
+from .update_rules import RULES, AdamRule, BoundGroup, Rule
 
-__all__ = ["RulePlan", "Updater", "apply_in_place"]
+__all__ = ["RulePlan", "Updater", "apply_in_place", "hand_over"]
 
 _TAKES_SPARSE = (SGD, Adagrad, SparseAdam)
 
@@ -34,12 +35,24 @@ class Updater:
         another stock optimizer, fused=True        its grad_scale hook
         any other, and any with step hooks         coefficient in place (unless it is 1), step()
 
-    Step hooks see the true gradient, and may change whatever they like before the update.
+    Step hooks see the true gradient, and may change whatever they like before the update. An
+    optimizer that steps by itself finds each gradient in ``.grad``, rounded once to the parameter's
+    dtype. Where only our rule can do what is asked for (fp32 moments of 16-bit parameters, masters,
+    stochastic rounding), it runs between the hooks.
     """
 
-    def __init__(self, inner: Optimizer, group_indices: Sequence[int]) -> None:
+    def __init__(
+        self,
+        inner: Optimizer,
+        group_indices: Sequence[int],
+        companions: ParameterCompanions,
+        *,
+        needs_rule: bool = False,
+    ) -> None:
         self.inner = inner
         self.group_indices = list(group_indices)
+        self.companions = companions
+        self.needs_rule = needs_rule
         self._rule = RULES.get(type(inner))
         self._bound: dict[int, tuple[tuple[int, ...], list[BoundGroup]]] = {}
         self._states: list[Any] = []  # what the inner state held when groups were bound
@@ -67,21 +80,38 @@ class Updater:
             )
 
     def prepare(
-        self, rows: ParameterRows, gradients: WindowGradients, names: Sequence[str]
+        self,
+        rows: ParameterRows,
+        gradients: WindowGradients,
+        names: Sequence[str],
+        update: int,
     ) -> list[RulePlan] | None:
-        """What the fused rule will run; None where the inner ``step`` will do it.
+        """What the fused rule will run in this update; None where the inner ``step`` will do it.
 
         Raises:
             TypeError: a fused optimizer's state does not lie like its parameter any more.
+            RuntimeError: the rule cannot run, and nothing else can do what was asked for.
         """
         groups = self._group_rows(rows, gradients)
-        runs_rule = self._is_stock_step() and not _has_step_hooks(self.inner)
-        plans = self._plan_rules(rows, groups, gradients) if runs_rule else None
+        hooked = _has_step_hooks(self.inner)
+        runs_rule = self._is_stock_step() and (not hooked or rows.has_wide_state or self.needs_rule)
+        plans = self._plan_rules(rows, groups, gradients, update) if runs_rule else None
         if plans is None:
+            if self.needs_rule and any(groups):
+                self._refuse_without_rule()
             for group, group_rows in zip(self.inner.param_groups, groups, strict=True):
-                if group.get("fused"):
-                    _refuse_misfit(self.inner, rows, group_rows, names)
+                if group.get("fused") or isinstance(self._rule, AdamRule):
+                    _refuse_misfit(self.inner, rows, group_rows, names, fused=group.get("fused"))
         return plans
+
+    def _refuse_without_rule(self) -> None:
+        reason = "step() was replaced" if not self._is_stock_step() else "it cannot take them all"
+        raise RuntimeError(
+            "ClockedOptimizer: master_weights=True and rounding='stochastic' must go with the "
+            f"fused update rule of {type(self.inner).__name__}, got parameters or gradients it "
+            f"does not run on ({reason}: another device than the backend's, sparse gradients, or "
+            "capturable=True); change these, pass backend='reference', or leave the option out"
+        )
 
     def update(
         self,
@@ -94,12 +124,44 @@ class Updater:
         if plans is None:
             groups = self._group_rows(rows, gradients)
             self._update_by_step(rows, groups, gradients, measurement)
-            return
-        self.inner._opt_called = True  # type: ignore[attr-defined]
+        elif _has_step_hooks(self.inner):
+            self._update_between_hooks(rows, gradients, measurement, plans)
+        else:
+            self.inner._opt_called = True  # type: ignore[attr-defined]
+            self._run(plans, measurement.stats)
+
+    def _run(self, plans: list[RulePlan], stats: Tensor) -> None:
         for plan in plans:
             torch.autograd.graph.increment_version(plan.bound.params)
-            plan.rule.run(plan.group, plan.bound, plan.grads, measurement.stats)
+            plan.rule.run(plan.group, plan.bound, plan.sums, stats, plan.companions)
             plan.bound.layout.release("ACCUMULATOR")
+            self.companions.settle(plan.bound)
+
+    def _update_between_hooks(
+        self,
+        rows: ParameterRows,
+        gradients: WindowGradients,
+        measurement: Measurement,
+        plans: list[RulePlan],
+    ) -> None:
+        """The rule in the place of ``step()``: torch calls the hooks before and after it."""
+        among = [row for plan in plans for row in plan.bound.rows]
+        apply_in_place(rows, gradients, measurement, among)
+        hand_over(rows, gradients, among)
+
+        def step(inner: Optimizer) -> None:
+            for plan in plans:
+                for p, total in zip(plan.bound.params, plan.sums, strict=True):
+                    if p.grad is None:
+                        raise RuntimeError(
+                            "ClockedOptimizer: a step hook must leave every gradient in .grad, got "
+                            "None for one of them; set it to zero instead"
+                        )
+                    if p.grad is not total:
+                        total.copy_(p.grad)
+            self._run(plans, ops.make_stats())
+
+        Optimizer.profile_hook_step(step)(self.inner)
 
     def _rows_of(self, rows: ParameterRows) -> set[int]:
         return {row for index in self.group_indices for row in rows.group_rows[index]}
@@ -119,7 +181,11 @@ class Updater:
         return self._rule is not None and _has_own_step(self.inner)
 
     def _plan_rules(
-        self, rows: ParameterRows, groups: list[tuple[int, ...]], gradients: WindowGradients
+        self,
+        rows: ParameterRows,
+        groups: list[tuple[int, ...]],
+        gradients: WindowGradients,
+        update: int,
     ) -> list[RulePlan] | None:
         """What the rule would run for each group; None if any group is not for it."""
         assert self._rule is not None
@@ -135,9 +201,10 @@ class Updater:
             if parts is None:
                 return None
             for bound in parts:
-                grads = gradients.of(bound.rows)
-                bound.layout.verified["ACCUMULATOR"] = grads  # collect() made them fit
-                plans.append(RulePlan(self._rule, group, bound, grads))
+                sums = gradients.of(bound.rows)
+                bound.layout.verified["ACCUMULATOR"] = sums  # collect() made them fit
+                companions = self.companions.prepare(bound, update)
+                plans.append(RulePlan(self._rule, group, bound, sums, companions))
         return plans
 
     def _drop_stale_bounds(self) -> None:
@@ -171,11 +238,14 @@ class Updater:
     ) -> None:
         coefficient = measurement.coefficient
         hooked = _has_step_hooks(self.inner)
-        by_scale = coefficient != 1.0 and not hooked and not gradients.odd
+        among = list(chain.from_iterable(groups))
+        by_scale = coefficient != 1.0 and not hooked and not gradients.odd and not rows.wide
         if by_scale and _takes_grad_scale(self.inner, rows, groups, coefficient):
+            hand_over(rows, gradients, among)
             _step_with_grad_scale(self.inner, coefficient)
             return
-        apply_in_place(rows, gradients, measurement, chain.from_iterable(groups))
+        apply_in_place(rows, gradients, measurement, among)
+        hand_over(rows, gradients, among)
         self.inner.step()
 
 
@@ -186,7 +256,8 @@ class RulePlan:
     rule: Rule
     group: dict[str, Any]
     bound: BoundGroup
-    grads: list[Tensor]
+    sums: list[Tensor]
+    companions: ops.Companions
 
 
 def _has_step_hooks(inner: Optimizer) -> bool:
@@ -230,14 +301,32 @@ def apply_in_place(
         (grad.values() if grad.is_sparse else grad).detach().mul_(measurement.coefficient)
 
 
+def hand_over(rows: ParameterRows, gradients: WindowGradients, among: Iterable[int]) -> None:
+    """Puts gradients that lie elsewhere into ``.grad``, in the parameter's dtype."""
+    for row in among:
+        p, grad = rows.params[row], gradients.grads[row]
+        if grad is not None and p.grad is None:
+            p.grad = grad.to(p.dtype)
+
+
 def _refuse_misfit(
-    inner: Optimizer, rows: ParameterRows, group_rows: tuple[int, ...], names: Sequence[str]
+    inner: Optimizer,
+    rows: ParameterRows,
+    group_rows: tuple[int, ...],
+    names: Sequence[str],
+    *,
+    fused: bool | None,
 ) -> None:
-    """torch's fused kernels pair memory blindly: a state of another size would be overrun."""
+    """Refuses a state that torch's own step would overrun, or stop at half way.
+
+    Its fused kernels pair memory blindly; the others cannot mix dtypes.
+    """
     for row in group_rows:
         p = rows.params[row]
         for key, value in inner.state.get(p, {}).items():
             if not isinstance(value, Tensor) or key == "step":
+                continue
+            if not fused and value.dtype == p.dtype:
                 continue
             if (value.shape, value.dtype, value.stride()) != (p.shape, p.dtype, p.stride()):
                 raise TypeError(

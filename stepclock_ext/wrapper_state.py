@@ -6,11 +6,10 @@ import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import ops, resume
+from . import companion_state, ops, resume
 from .clock import StepClock
 from .loss_scale import LossScale
 from .update_rules import RULES
@@ -24,7 +23,7 @@ __all__ = ["load", "pack", "save", "unpack"]
 _VERSION = 1
 _WHERE = "ClockedOptimizer.load_state_dict"
 # Rebuilt from the rest when a wrapper is copied or unpickled.
-_DERIVED = ("_pass", "_backend")
+_DERIVED = ("_pass", "_backend", "_buffers")
 
 
 def save(opt: ClockedOptimizer) -> dict[str, Any]:
@@ -55,6 +54,7 @@ def _save_own(opt: ClockedOptimizer) -> dict[str, Any]:
         "loss_scale": scale.state_dict() if isinstance(scale, LossScale) else scale,
         "consecutive_skips": opt._settings.consecutive_skips,
         "schedulers": opt._schedulers.state_dict(),
+        **companion_state.save(opt),
         **resume.describe(opt),
     }
 
@@ -89,6 +89,7 @@ def load(
     opt.clock.rewind_window()
     opt._start_window()
     opt._build_pass()  # lets go of the state tensors that were replaced
+    companion_state.apply(opt, None if own is None else own.companions)
     if own is not None:
         resume.go_on(opt, resumption)
         _apply_own(opt, own, keeps_schedulers=resumption.keeps_schedulers)
@@ -96,20 +97,21 @@ def load(
 
 
 def _keep_dtypes(inner: Optimizer, part: dict[str, Any]) -> None:
-    """Gives fp32 states of 16-bit parameters their dtype back: torch rounds them in loading.
+    """Gives states their dtype back: torch casts them to their parameter's in loading.
 
-    Only where a fused rule runs on such a pair.
+    torch's own optimizers without a fused rule of ours need what it makes of them.
     """
-    if type(inner) not in RULES:
+    if type(inner) not in RULES and type(inner).__module__.startswith("torch.optim"):
         return
     params = [p for group in inner.param_groups for p in group["params"]]
     for index, values in part["state"].items():
         state = inner.state[params[index]]
         for key, saved in values.items():
-            if not isinstance(saved, Tensor) or saved.dtype != torch.float32:
+            now = state.get(key)
+            if not isinstance(saved, Tensor) or not isinstance(now, Tensor):
                 continue
-            if state[key].dtype.itemsize == 2:
-                state[key] = saved.detach().clone().to(state[key].device)
+            if saved.is_floating_point() and now.is_floating_point() and saved.dtype != now.dtype:
+                state[key] = saved.detach().clone().to(now.device)
 
 
 def _part(state: dict[str, Any], groups: list[dict[str, Any]], first: int) -> dict[str, Any]:
@@ -146,6 +148,7 @@ class _Own:
     consecutive_skips: int
     schedulers: list[dict[str, Any]]
     last_lr: list[float]
+    companions: companion_state.SavedCompanions
 
 
 def _read_own(opt: ClockedOptimizer, own: Any) -> _Own:
@@ -169,6 +172,7 @@ def _read_own(opt: ClockedOptimizer, own: Any) -> _Own:
                 for saved in own["schedulers"]
             ],
             last_lr=[float(rate) for rate in own["last_lr"]],
+            companions=companion_state.read(opt, own),
         )
     except (KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{_WHERE}: the state is damaged, {type(e).__name__}: {e}") from e
@@ -192,11 +196,12 @@ def _read_accumulators(opt: ClockedOptimizer, saved: dict[int, Tensor]) -> dict[
             raise ValueError(
                 f"{_WHERE}: the state has an accumulator for parameter {row} of {len(params)}"
             )
-        p = params[row]
-        if grad.shape != p.shape or grad.dtype != p.dtype:
+        p, here = params[row], opt._pass.rows.sum_dtype(row)
+        if grad.shape != p.shape or grad.dtype not in (here, p.dtype):
             raise ValueError(
                 f"{_WHERE}: the accumulator of {opt._pass.names[row]!r} is {tuple(grad.shape)} "
-                f"{grad.dtype}, its parameter {tuple(p.shape)} {p.dtype}"
+                f"{grad.dtype}, here {tuple(p.shape)} {here}; construct the wrapper with the same "
+                "accumulate_dtype and gradient_accumulation_steps"
             )
         accumulators[row] = grad.detach().clone().to(p.device)
     return accumulators
@@ -209,8 +214,12 @@ def _apply_own(opt: ClockedOptimizer, own: _Own, *, keeps_schedulers: bool) -> N
     opt._last_lr = tuple(own.last_lr)
     if keeps_schedulers:
         opt._schedulers.load_state_dict(own.schedulers)
-    opt._pass.accumulator.restore(own.accumulators)
+    accumulator = opt._pass.accumulator
+    accumulator.restore(own.accumulators)
+    if accumulator.norms is not None and own.accumulators:
+        accumulator.norms.load_state_dict(own.companions.micro_norms)
     opt._window = own.window
+    opt._expect_micro_step()
 
 
 def pack(opt: ClockedOptimizer) -> dict[str, Any]:
@@ -224,6 +233,7 @@ def unpack(opt: ClockedOptimizer, state: dict[str, Any]) -> None:
     """Makes `opt` the wrapper that `pack` described."""
     held = state.pop("held")
     opt.__dict__.update(state)
+    opt._buffers = {}
     opt._backend = ops.make_backend(opt._backend_name)
     opt._build_pass()
     if held:

@@ -222,7 +222,9 @@ class Layout:
                 raise ValueError(
                     f"{where}: strides must be {strides or 'contiguous'}, got {tensor.stride()}"
                 )
-            if not self.backend.supports(tensor):
+            # A remainder is taken where a parameter of its size would be.
+            like = tensor.view(torch.bfloat16) if dtype == torch.int16 else tensor
+            if not self.backend.supports(like):
                 raise TypeError(
                     f"{where}: backend {self.backend.name!r} cannot take {tensor.device}"
                 )

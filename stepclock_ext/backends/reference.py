@@ -181,10 +181,12 @@ class _Weights:
         assert self._companions.rounding_key is not None
         rounded = torch.empty_like(self._param)
         wide = torch.empty_like(self._param, dtype=torch.float32).copy_(values)
-        chunks = zip(_flat(rounded).split(CHUNK_ELEMENTS), _flat(wide).split(CHUNK_ELEMENTS))
-        for i, (into, chunk) in enumerate(chunks):
+        into, chunks = (torch.split(_flat(t), CHUNK_ELEMENTS) for t in (rounded, wide))
+        for i, chunk in enumerate(chunks):
             key = chunk_key(self._companions.rounding_key, self._first_slot + i)
-            into.copy_(round_stochastically(chunk, rounded.dtype, random_bits(key, chunk.numel())))
+            into[i].copy_(
+                round_stochastically(chunk, rounded.dtype, random_bits(key, chunk.numel()))
+            )
         return rounded
 
 
@@ -223,7 +225,8 @@ def _adam_row(
     denominator = second.sqrt() / (1 - s.beta2**t) ** 0.5 + s.eps
     real_view(exp_avg).copy_(m)
     real_view(exp_avg_sq).copy_(v)
-    return p - (s.lr / (1 - s.beta1**t)) * m / denominator
+    moved: Tensor = p - (s.lr / (1 - s.beta1**t)) * m / denominator
+    return moved
 
 
 def _sgd_row(

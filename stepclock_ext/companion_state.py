@@ -1,0 +1,106 @@
+"""What a wrapper saves and loads of masters, averages, rounding and noise."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from .noise_scale import NoiseScale
+
+if TYPE_CHECKING:
+    from .optimizer import ClockedOptimizer
+
+__all__ = ["SavedCompanions", "apply", "read", "save"]
+
+_WHERE = "ClockedOptimizer.load_state_dict"
+
+
+def save(opt: ClockedOptimizer) -> dict[str, Any]:
+    """Plain values and tensors; tensors as they are, like an optimizer's moments."""
+    params, along, accumulator = opt._pass.rows.params, opt._companions, opt._pass.accumulator
+    norms, noise = accumulator.norms, opt._noise
+    return {
+        "masters": None if along.masters is None else along.masters.state_dict(params),
+        "ema": None if along.ema is None else along.ema.state_dict(params),
+        "rounding_seed": along.rounding_seed,
+        "noise_scale": None if noise is None else dict(vars(noise)),
+        "micro_norms": None if norms is None else norms.state_dict(accumulator.grads()),
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class SavedCompanions:
+    """The saved values, checked; None for what the state does not hold."""
+
+    masters: dict[int, Tensor] | None
+    ema: dict[str, Any] | None
+    rounding_seed: int | None
+    noise: NoiseScale | None
+    micro_norms: dict[str, Any] | None
+
+
+def read(opt: ClockedOptimizer, own: dict[str, Any]) -> SavedCompanions:
+    """Reads what `save` wrote, and changes nothing.
+
+    Raises:
+        ValueError: an average or a master is of another shape than its parameter.
+        KeyError, TypeError, AttributeError: the state is damaged.
+    """
+    masters, ema = own.get("masters"), own.get("ema")
+    noise, seed = own.get("noise_scale"), own.get("rounding_seed")
+    norms = own.get("micro_norms")
+    if masters is not None:
+        _check_shapes(opt, "master", masters)
+    if ema is not None:
+        _check_shapes(opt, "average", ema["averages"])
+        ema = {"updates": int(ema["updates"]), "averages": dict(ema["averages"])}
+    if norms is not None:
+        norms = {"total": float(norms["total"]), "num_micro": int(norms["num_micro"])}
+    return SavedCompanions(
+        masters=None if masters is None else dict(masters),
+        ema=ema,
+        rounding_seed=None if seed is None else int(seed),
+        noise=None if noise is None else NoiseScale(**noise),
+        micro_norms=norms,
+    )
+
+
+def _check_shapes(opt: ClockedOptimizer, what: str, tensors: dict[int, Tensor]) -> None:
+    params = opt._pass.rows.params
+    for row, tensor in tensors.items():
+        if row not in range(len(params)):
+            raise ValueError(f"{_WHERE}: the state has an {what} for parameter {row}")
+        if tensor.shape != params[row].shape:
+            raise ValueError(
+                f"{_WHERE}: the {what} of {opt._pass.names[row]!r} is {tuple(tensor.shape)}, its "
+                f"parameter {tuple(params[row].shape)}"
+            )
+
+
+def apply(opt: ClockedOptimizer, saved: SavedCompanions | None) -> None:
+    """Takes over `saved`; None is the state of a bare optimizer. Says what is lost or made."""
+    params, along = opt._pass.rows.params, opt._companions
+    saved = saved or SavedCompanions(None, None, None, None, None)
+    if along.masters is not None:
+        along.masters.load_state_dict(params, saved.masters or {})
+        if saved.masters is None:
+            _say("created master weights from the 16-bit parameters: the state holds none")
+    elif saved.masters:
+        _say("dropped the master weights of the state: master_weights=False here")
+    if along.ema is not None:
+        along.ema.load_state_dict(params, saved.ema or {"updates": 0, "averages": {}})
+        if saved.ema is None:
+            _say("the averages start from the parameters as they are: the state holds none")
+    elif saved.ema is not None:
+        _say("dropped the averaged weights of the state: ema=None here")
+    if along.rounding_seed is not None and saved.rounding_seed is not None:
+        along.rounding_seed = saved.rounding_seed
+    if opt._noise is not None and saved.noise is not None:
+        opt._noise = saved.noise
+
+
+def _say(what: str) -> None:
+    warnings.warn(f"{_WHERE}: {what}", UserWarning, stacklevel=2)

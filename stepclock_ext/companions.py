@@ -1,0 +1,93 @@
+"""What moves along with the parameters in an update: masters, averages, and the rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .ema import EMA
+from .master_weights import MasterWeights
+from .parameters import ParameterRows
+from .update_rules import BoundGroup
+
+__all__ = ["ParameterCompanions", "new_rounding_seed"]
+
+
+@dataclass(eq=False)
+class ParameterCompanions:
+    """What one wrapper keeps beside its parameters.
+
+    Attributes:
+        masters: exact fp32 values; None where they are not kept.
+        ema: averaged weights; None where they are not wanted.
+        rounding_seed: of stochastic rounding; None rounds to nearest.
+    """
+
+    masters: MasterWeights | None = None
+    ema: EMA | None = None
+    rounding_seed: int | None = None
+
+    def prepare(self, bound: BoundGroup, update: int) -> ops.Companions:
+        """The companions of a group in one update, before anything moves."""
+        if self.masters is not None:
+            self.masters.follow(bound.params)
+        seed = self.rounding_seed
+        return self._companions(
+            *self._columns(bound), None if seed is None else ops.update_key(seed, update)
+        )
+
+    def settle(self, bound: BoundGroup) -> None:
+        """The group has moved."""
+        if self.masters is not None:
+            self.masters.settle(bound.params)
+
+    def start(self, rows: ParameterRows) -> None:
+        """Averages begin as copies of the parameters, before their first update."""
+        if self.ema is not None:
+            self.ema.column(rows.params)
+
+    def finish(self, rows: ParameterRows, moved: Set[int]) -> None:
+        """Ends an update: moves the averages of all rows but those in `moved`."""
+        if self.ema is None:
+            return
+        rest = [row for row in rows.every_row if row not in moved]
+        walked = tuple(row for row in rest if row in rows.walked and rows.fits(row))
+        if walked:
+            params = [rows.params[row] for row in walked]
+            masters = None if self.masters is None else self.masters.column(params)
+            along = self._companions(masters, self.ema.column(params), None)
+            ops.move_average_(params, rows.layout(walked), along)
+        for row in set(rest).difference(walked):
+            p = rows.params[row].detach()
+            average = self.ema.column([rows.params[row]])[0]
+            average += self.ema.next_weight * (p.to(average.dtype) - average)
+        self.ema.updates += 1
+
+    def _columns(self, bound: BoundGroup) -> tuple[list[Tensor] | None, list[Tensor] | None]:
+        """Masters and averages of a group; the same lists as long as nothing was replaced."""
+        if bound.companions is None or bound.companions[0] != self._generation():
+            masters = None if self.masters is None else self.masters.column(bound.params)
+            averages = None if self.ema is None else self.ema.column(bound.params)
+            bound.companions = (self._generation(), masters, averages)
+        return bound.companions[1:]
+
+    def _generation(self) -> tuple[int, int]:
+        return (
+            0 if self.masters is None else self.masters.generation,
+            0 if self.ema is None else self.ema.generation,
+        )
+
+    def _companions(
+        self, masters: list[Tensor] | None, averages: list[Tensor] | None, key: int | None
+    ) -> ops.Companions:
+        weight = 0.0 if self.ema is None else self.ema.next_weight
+        return ops.Companions(masters, averages, weight, key)
+
+
+def new_rounding_seed() -> int:
+    """From torch's own seed, so that ``torch.manual_seed`` makes a run repeatable."""
+    return torch.initial_seed() & (2**64 - 1)
