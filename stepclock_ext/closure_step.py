@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from . import ops
 from .norm import Measurement
+from .plain_step import apply_in_place
 from .step_info import StepInfo
-from .updater import apply_in_place
 
 if TYPE_CHECKING:
     from .optimizer import ClockedOptimizer

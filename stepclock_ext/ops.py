@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .backends import backends, make_backend
@@ -47,6 +46,7 @@ from .backends.layout import (
     real_dtype,
     real_view,
 )
+from .backends.numbers import check_doubles, check_slots, check_stats, make_slots, make_stats
 from .backends.rounding import join, round_stochastically, split, update_key
 
 _NO_COMPANIONS = Companions()
@@ -111,16 +111,6 @@ def holds_same(
     return all(state.get(key) is item for state, item in zip(dicts, items, strict=True))
 
 
-def make_slots(num_slots: int, device: torch.device | str = "cpu") -> Tensor:
-    """Zeroed slots, fp64, shape (num_slots,)."""
-    return torch.zeros(num_slots, dtype=torch.float64, device=device)
-
-
-def make_stats(device: torch.device | str = "cpu") -> Tensor:
-    """The stats of a window that needs no correction: norm 0, coefficient 1, clip factor 1."""
-    return torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64, device=device)
-
-
 def sum_squares_(slots: Tensor, tensors: Sequence[Tensor], layout: Layout) -> None:
     """Writes each chunk's sum of squares into its slot.
 
@@ -136,7 +126,7 @@ def sum_squares_(slots: Tensor, tensors: Sequence[Tensor], layout: Layout) -> No
         TypeError: a tensor has another size or dtype than its row.
         ValueError: a tensor has other strides than its row, or `slots` is too short.
     """
-    _check_slots(slots, layout)
+    check_slots(slots, layout)
     layout.verify("ACCUMULATOR", tensors)
     layout.backend.sum_squares_(slots, tensors, layout)
 
@@ -147,7 +137,7 @@ def max_abs_(slots: Tensor, tensors: Sequence[Tensor], layout: Layout) -> None:
     Arguments and errors as for `sum_squares_`. The magnitude of a complex value is taken part by
     part, which finds every NaN and infinity; `max_abs_` of complex tensors is no infinity norm.
     """
-    _check_slots(slots, layout)
+    check_slots(slots, layout)
     layout.verify("ACCUMULATOR", tensors)
     layout.backend.max_abs_(slots, tensors, layout)
 
@@ -179,7 +169,7 @@ def accumulate_(
     into = AccumulateSlots(slots, grad_slots, prior_slots)
     for wanted in (slots, grad_slots, prior_slots):
         if wanted is not None:
-            _check_slots(wanted, layout)
+            check_slots(wanted, layout)
     layout.verify("ACCUMULATOR", accumulators)
     layout.verify("GRAD", grads)
     layout.backend.accumulate_(accumulators, into, grads, layout, store=store)
@@ -207,14 +197,14 @@ def coefficient_(
         max_norm: infinity for no clip.
         maxima: the slots are magnitudes from `max_abs_`.
     """
-    _check_stats(stats)
-    _check_doubles("slots", slots, 0)
+    check_stats(stats)
+    check_doubles("slots", slots, 0)
     layout.backend.coefficient_(stats, slots, divisor=divisor, max_norm=max_norm, maxima=maxima)
 
 
 def scale_(tensors: Sequence[Tensor], stats: Tensor, layout: Layout) -> None:
     """Multiplies `tensors`, window sums, by the coefficient in `stats`."""
-    _check_stats(stats)
+    check_stats(stats)
     layout.verify("ACCUMULATOR", tensors)
     layout.backend.scale_(tensors, stats, layout)
 
@@ -244,7 +234,7 @@ def adam_(
     Raises:
         TypeError, ValueError: as `sum_squares_`.
     """
-    _check_stats(stats)
+    check_stats(stats)
     layout.verify("PARAM", params)
     layout.verify("ACCUMULATOR", sums)
     layout.verify("STEP", states.steps)
@@ -270,7 +260,7 @@ def sgd_(
     Momentum as ``torch.optim.SGD`` (Sutskever et al. 2013 with the learning rate outside the
     buffer). Arguments and errors as for `adam_`; `buffers` is None without momentum.
     """
-    _check_stats(stats)
+    check_stats(stats)
     layout.verify("PARAM", params)
     layout.verify("ACCUMULATOR", sums)
     if buffers is not None:
@@ -300,24 +290,3 @@ def _verify_companions(companions: Companions, layout: Layout) -> None:
         layout.verify("MASTER", companions.masters)
     if companions.averages is not None:
         layout.verify("AVERAGE", companions.averages)
-
-
-def _check_slots(slots: Tensor, layout: Layout) -> None:
-    num_slots = layout.cache.get("num_slots")
-    if num_slots is None:
-        num_slots = layout.cache["num_slots"] = layout.num_slots
-    _check_doubles("slots", slots, num_slots)
-
-
-def _check_stats(stats: Tensor) -> None:
-    _check_doubles("stats", stats, 3)
-
-
-def _check_doubles(name: str, tensor: Tensor, at_least: int) -> None:
-    """Kernels write these through their address."""
-    if tensor.dtype == torch.float64 and tensor.is_contiguous() and tensor.numel() >= at_least:
-        return
-    raise ValueError(
-        f"{name} must be fp64, contiguous, {at_least} elements or more, got {tensor.dtype}, "
-        f"strides {tensor.stride()}, {tensor.numel()} elements"
-    )

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from . import ops
 from .accumulator import WindowGradients
 from .companions import ParameterCompanions
 from .norm import Measurement
 from .parameters import ParameterRows
+from .plain_step import (
+    apply_in_place,
+    hand_over,
+    has_own_step,
+    has_step_hooks,
+    refuse_misfit,
+    run_step,
+)
 from .update_rules import RULES, AdamRule, BoundGroup, Rule
 
-__all__ = ["RulePlan", "Updater", "apply_in_place", "hand_over"]
+__all__ = ["RulePlan", "Updater"]
 
 _TAKES_SPARSE = (SGD, Adagrad, SparseAdam)
 
@@ -93,7 +98,7 @@ class Updater:
             RuntimeError: the rule cannot run, and nothing else can do what was asked for.
         """
         groups = self._group_rows(rows, gradients)
-        hooked = _has_step_hooks(self.inner)
+        hooked = has_step_hooks(self.inner)
         runs_rule = self._is_stock_step() and (not hooked or rows.has_wide_state or self.needs_rule)
         plans = self._plan_rules(rows, groups, gradients, update) if runs_rule else None
         if plans is None:
@@ -101,7 +106,7 @@ class Updater:
                 self._refuse_without_rule()
             for group, group_rows in zip(self.inner.param_groups, groups, strict=True):
                 if group.get("fused") or isinstance(self._rule, AdamRule):
-                    _refuse_misfit(self.inner, rows, group_rows, names, fused=group.get("fused"))
+                    refuse_misfit(self.inner, rows, group_rows, names, fused=group.get("fused"))
         return plans
 
     def _refuse_without_rule(self) -> None:
@@ -123,8 +128,8 @@ class Updater:
         """Moves the inner optimizer's parameters once, as `prepare` found. Its step hooks fire."""
         if plans is None:
             groups = self._group_rows(rows, gradients)
-            self._update_by_step(rows, groups, gradients, measurement)
-        elif _has_step_hooks(self.inner):
+            run_step(self.inner, rows, groups, gradients, measurement)
+        elif has_step_hooks(self.inner):
             self._update_between_hooks(rows, gradients, measurement, plans)
         else:
             self.inner._opt_called = True  # type: ignore[attr-defined]
@@ -178,7 +183,7 @@ class Updater:
 
     def _is_stock_step(self) -> bool:
         """A fused rule exists, and nobody but torch's schedulers has wrapped ``step``."""
-        return self._rule is not None and _has_own_step(self.inner)
+        return self._rule is not None and has_own_step(self.inner)
 
     def _plan_rules(
         self,
@@ -229,25 +234,6 @@ class Updater:
             self._states = list(self.inner.state.values())
         return fresh
 
-    def _update_by_step(
-        self,
-        rows: ParameterRows,
-        groups: list[tuple[int, ...]],
-        gradients: WindowGradients,
-        measurement: Measurement,
-    ) -> None:
-        coefficient = measurement.coefficient
-        hooked = _has_step_hooks(self.inner)
-        among = list(chain.from_iterable(groups))
-        by_scale = coefficient != 1.0 and not hooked and not gradients.odd and not rows.wide
-        if by_scale and _takes_grad_scale(self.inner, rows, groups, coefficient):
-            hand_over(rows, gradients, among)
-            _step_with_grad_scale(self.inner, coefficient)
-            return
-        apply_in_place(rows, gradients, measurement, among)
-        hand_over(rows, gradients, among)
-        self.inner.step()
-
 
 @dataclass(frozen=True, eq=False)
 class RulePlan:
@@ -258,115 +244,3 @@ class RulePlan:
     bound: BoundGroup
     sums: list[Tensor]
     companions: ops.Companions
-
-
-def _has_step_hooks(inner: Optimizer) -> bool:
-    return bool(
-        inner._optimizer_step_pre_hooks
-        or inner._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-    )
-
-
-def apply_in_place(
-    rows: ParameterRows,
-    gradients: WindowGradients,
-    measurement: Measurement,
-    among: Iterable[int] | None = None,
-) -> None:
-    """Turns sums into gradients where they lie; nothing to do where the coefficient is 1.
-
-    Args:
-        rows: the parameters.
-        gradients: the window's sums; written.
-        measurement: holds the coefficient.
-        among: only these rows; None for all.
-    """
-    if measurement.coefficient == 1.0:
-        return
-    walked, odd = gradients.walked, gradients.odd
-    if among is not None:
-        chosen = set(among)
-        walked = tuple(row for row in walked if row in chosen)
-        odd = tuple(row for row in odd if row in chosen)
-    if walked:
-        layout, grads = rows.layout(walked), gradients.of(walked)
-        layout.verified["ACCUMULATOR"] = grads  # collect() made them fit
-        ops.scale_(grads, measurement.stats, layout)
-        torch.autograd.graph.increment_version(grads)
-    for row in odd:
-        grad = gradients.grads[row]
-        assert grad is not None
-        (grad.values() if grad.is_sparse else grad).detach().mul_(measurement.coefficient)
-
-
-def hand_over(rows: ParameterRows, gradients: WindowGradients, among: Iterable[int]) -> None:
-    """Puts gradients that lie elsewhere into ``.grad``, in the parameter's dtype."""
-    for row in among:
-        p, grad = rows.params[row], gradients.grads[row]
-        if grad is not None and p.grad is None:
-            p.grad = grad.to(p.dtype)
-
-
-def _refuse_misfit(
-    inner: Optimizer,
-    rows: ParameterRows,
-    group_rows: tuple[int, ...],
-    names: Sequence[str],
-    *,
-    fused: bool | None,
-) -> None:
-    """Refuses a state that torch's own step would overrun, or stop at half way.
-
-    Its fused kernels pair memory blindly; the others cannot mix dtypes.
-    """
-    for row in group_rows:
-        p = rows.params[row]
-        for key, value in inner.state.get(p, {}).items():
-            if not isinstance(value, Tensor) or key == "step":
-                continue
-            if not fused and value.dtype == p.dtype:
-                continue
-            if (value.shape, value.dtype, value.stride()) != (p.shape, p.dtype, p.stride()):
-                raise TypeError(
-                    f"ClockedOptimizer: {key!r} of {names[row]!r} must be {tuple(p.shape)} "
-                    f"{p.dtype} with strides {p.stride()}, as its parameter is now, got "
-                    f"{tuple(value.shape)} "
-                    f"{value.dtype} with strides {value.stride()}; build the optimizer anew after "
-                    "changing a parameter's data"
-                )
-
-
-def _has_own_step(inner: Optimizer) -> bool:
-    """Whether ``inner.step`` is its class's, bare or as torch's schedulers wrap it."""
-    patched = inner.__dict__.get("step")
-    return patched is None or getattr(patched, "__wrapped__", None) is type(inner).step
-
-
-def _takes_grad_scale(
-    inner: Optimizer, rows: ParameterRows, groups: list[tuple[int, ...]], coefficient: float
-) -> bool:
-    """torch's fused optimizers divide by ``grad_scale`` themselves, as ``GradScaler`` uses it.
-
-    It is an fp32 value there: too coarse for fp64, and of no use where the coefficient has no
-    finite reciprocal.
-    """
-    if not type(inner).__module__.startswith("torch.optim") or not _has_own_step(inner):
-        return False
-    if not getattr(inner, "_step_supports_amp_scaling", False):
-        return False
-    if not all(group.get("fused") for group in inner.param_groups):
-        return False
-    narrow = all(rows.dtypes[row].itemsize <= 4 for group in groups for row in group)
-    return narrow and 1e-37 < coefficient < math.inf
-
-
-def _step_with_grad_scale(inner: Optimizer, coefficient: float) -> None:
-    scaled: Any = inner
-    scaled.grad_scale = torch.tensor(1.0 / coefficient, dtype=torch.float32)
-    scaled.found_inf = torch.tensor(0.0, dtype=torch.float32)
-    try:
-        inner.step()
-    finally:
-        del scaled.grad_scale, scaled.found_inf
