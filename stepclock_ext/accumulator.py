@@ -212,12 +212,9 @@ class Accumulator:
         """Walked rows whose chunk sums are not those of the gradient as it is now."""
         if self.ride.is_empty and not self.caught.rows:
             return gradients.walked
+        rest = [row for row in gradients.walked if not self.caught.is_measured(row)]
         grads = gradients.grads
-        return tuple(
-            row
-            for row in gradients.walked
-            if not self.ride.is_measured(row, grads[row]) and not self.caught.is_measured(row)
-        )
+        return tuple(row for row in rest if not self.ride.is_measured(row, grads[row]))
 
     def _check_held(self, grads: list[Tensor | None]) -> None:
         """Autograd adds in place, so within a window an accumulator stays the object it was."""
@@ -248,9 +245,12 @@ class Accumulator:
 
     def _gather_caught(self) -> list[Tensor | None] | None:
         """Every sum, where all are caught and none of them is beside its parameter any more."""
-        sums = self.caught.all_sums()
-        if sums is None or not all(map(self.rows.fits, self.rows.every_row)):
+        rows, sums = self.rows, self.caught.all_sums()
+        if sums is None:
             return None
+        if not ops.gather_params(rows.params, rows.layout(rows.every_row)):
+            if not all(map(rows.fits, rows.every_row)):
+                return None
         return sums  # type: ignore[return-value]
 
     def _is_walkable(self, row: int, grad: Tensor) -> bool:

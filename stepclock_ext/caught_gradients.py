@@ -215,10 +215,12 @@ class CaughtGradients:
         if store:
             self._sums.update((row, self._new_sum(row)) for row in among)
         sums = [self._sums[row] for row in among]
+        grads = [self._waiting[row] for row in among]
         layout = self._all.layout(among)
+        layout.verified.update(ACCUMULATOR=sums, GRAD=grads)  # ours, and looked at by _fits()
         ops.accumulate_(
             sums,
-            [self._waiting[row] for row in among],
+            grads,
             layout,
             slots=self._slots if self.is_last else None,
             grad_slots=self.grad_slots,

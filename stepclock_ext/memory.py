@@ -21,13 +21,18 @@ _16_BIT = (torch.bfloat16, torch.float16)
 class MemoryLedger:
     """Bytes of a training run on one device. Counted, not allocated: meta tensors are welcome.
 
+    A 16-bit parameter that the wrapper sums in fp32 and updates by its fused rule::
+
+        parameter 2, sum 4, no gradient (dropped as it arrives), each moment 4
+        with masters: bf16 +2 (the lower half of the fp32 value), fp16 +4 (an fp32 copy)
+
     Attributes:
         parameter_bytes: the parameters, each once, trained or not.
         buffer_bytes: what else a module keeps on the device.
-        gradient_bytes: one gradient of each trained parameter; where no accumulator is apart, it is
-            the accumulator as well.
+        gradient_bytes: one gradient of each trained parameter, which is its window sum as well
+            unless an accumulator is apart; none beside an fp32 sum that the fused rule reads.
         accumulator_bytes: window sums in a dtype that is not the gradient's.
-        master_bytes: fp32 copies of 16-bit parameters.
+        master_bytes: what 16-bit parameters need to be exact fp32 values.
         moment_bytes: the optimizer's state.
         ema_bytes: averaged weights, fp32 for 16-bit parameters.
         activation_bytes: as given.
@@ -36,6 +41,9 @@ class MemoryLedger:
         >>> ledger = MemoryLedger.of(7_000_000_000, optimizer="adamw")
         >>> ledger.total_bytes
         112000000000
+        >>> half = {"dtype": torch.bfloat16, "gradient_accumulation_steps": 8}
+        >>> MemoryLedger.of(1_000_000, **half).total_bytes
+        14000000
         >>> print(MemoryLedger.of(1_000_000, optimizer="sgd").table(measured_bytes=10_000_000))
         parameters          4,000,000
         gradients           4,000,000
@@ -64,6 +72,7 @@ class MemoryLedger:
         gradient_accumulation_steps: int = 1,
         accumulate_dtype: torch.dtype | None = None,
         master_weights: bool = False,
+        fused: bool = True,
         ema: bool = False,
         activation_bytes: int = 0,
     ) -> MemoryLedger:
@@ -77,10 +86,13 @@ class MemoryLedger:
             momentum: SGD keeps one moment.
             amsgrad: Adam keeps a third moment.
             dtype: of the parameters; None takes each one's own, and fp32 for a number of them.
-            gradient_accumulation_steps: with more than one, 16-bit gradients get fp32 accumulators.
-            accumulate_dtype: of the accumulators; None is as described.
-            master_weights: 16-bit parameters have fp32 masters, and fp32 moments with them; without
-                masters, moments have the parameter's dtype.
+            gradient_accumulation_steps: with more than one, 16-bit gradients are summed in fp32.
+            accumulate_dtype: of the sums of 16-bit gradients; None is as described.
+            master_weights: exact fp32 values are kept beside 16-bit parameters.
+            fused: the wrapper's fused update rule, with fp32 moments wherever sums or masters are
+                fp32. False: the optimizer's own step, which needs a gradient in the parameter's
+                dtype beside any other sum, and keeps moments in that dtype; with masters, which are
+                whole fp32 copies, moments are fp32.
             ema: averaged weights are kept.
             activation_bytes: of the largest micro batch; see `estimate_activation_bytes` and
                 `ActivationFit`.
@@ -100,12 +112,13 @@ class MemoryLedger:
             if not is_trained:
                 continue
             wide = torch.float32 if kept in _16_BIT else kept
-            sums = accumulate_dtype or (wide if steps > 1 else kept)
-            has_master = master_weights and wide != kept
-            parts["gradient_bytes"] += numel * kept.itemsize
-            parts["accumulator_bytes"] += numel * sums.itemsize if sums != kept else 0
-            parts["master_bytes"] += numel * wide.itemsize if has_master else 0
-            parts["moment_bytes"] += num_moments * numel * (wide if has_master else kept).itemsize
+            sums = _sum_dtype(kept, accumulate_dtype, steps, fused=fused)
+            is_apart, has_master = sums != kept, master_weights and wide != kept
+            moment = wide if has_master or (fused and is_apart) else kept
+            parts["gradient_bytes"] += 0 if fused and is_apart else numel * kept.itemsize
+            parts["accumulator_bytes"] += numel * sums.itemsize if is_apart else 0
+            parts["master_bytes"] += numel * _master_size(kept, fused=fused) if has_master else 0
+            parts["moment_bytes"] += num_moments * numel * moment.itemsize
             parts["ema_bytes"] += numel * wide.itemsize if ema else 0
         return MemoryLedger(**parts)
 
@@ -217,6 +230,39 @@ def _list_parameters(
     if not params:
         raise ValueError("MemoryLedger.of: source must have parameters, got none; pass the model")
     return [(p.numel(), p.dtype, p.requires_grad) for p in params]
+
+
+def _sum_dtype(
+    own: torch.dtype, asked: torch.dtype | None, steps: int, *, fused: bool
+) -> torch.dtype:
+    """What the window's sum of a parameter is made of."""
+    if asked is None:
+        return torch.float32 if own in _16_BIT and steps > 1 else own
+    if not fused:
+        return asked
+    if own not in _16_BIT and asked.itemsize < own.itemsize:
+        return own  # what is asked for concerns 16-bit parameters alone
+    fitting = (torch.float32, own) if own in _16_BIT else (own,)
+    if asked not in fitting:
+        raise ValueError(
+            f"MemoryLedger.of: accumulate_dtype must be {' or '.join(map(str, fitting))} for "
+            f"parameters of {own}, got {asked}; pass fused=False for sums that the wrapper does "
+            "not keep"
+        )
+    return asked
+    if own not in _16_BIT and asked.itemsize < own.itemsize:
+        return own  # what is asked for concerns 16-bit parameters alone
+    if asked != own and not (own in _16_BIT and asked == torch.float32):
+        raise ValueError(
+            f"MemoryLedger.of: accumulate_dtype must be torch.float32 or {own} for parameters of "
+            f"{own}, got {asked}; pass fused=False for sums that the wrapper does not keep"
+        )
+    return asked
+
+
+def _master_size(own: torch.dtype, *, fused: bool) -> int:
+    """Bytes beside a 16-bit parameter: bf16 lacks the lower half of its fp32 value."""
+    return 2 if fused and own == torch.bfloat16 else 4
 
 
 def _once(tensors: Iterable[Tensor]) -> list[Tensor]:

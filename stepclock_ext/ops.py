@@ -69,6 +69,7 @@ __all__ = [
     "clip_factor",
     "coefficient_",
     "gather_gradients",
+    "gather_params",
     "holds_same",
     "join",
     "make_backend",
@@ -99,6 +100,14 @@ def gather_gradients(params: list[Tensor], layout: Layout) -> list[Tensor] | Non
     if grads is not None:
         layout.verified["ACCUMULATOR"] = grads
     return grads
+
+
+def gather_params(params: list[Tensor], layout: Layout) -> bool:
+    """Whether each of `params`, all contiguous, was seen to fit its row; a shortcut as above."""
+    found = layout.backend.gather_params(params, layout)
+    if found:
+        layout.verified["PARAM"] = params
+    return found
 
 
 def holds_same(

@@ -88,6 +88,7 @@ void bind_tables(py::module_& module) {
            py::arg("first_slots"))
       .def("bind", &bind_column, py::arg("column"), py::arg("tensors"))
       .def("set_dtypes", &set_dtypes, py::arg("accumulators"), py::arg("states"))
+      .def("gather_params", &gather_params, py::arg("params"))
       .def("gather_gradients", &gather_gradients, py::arg("params"));
   py::enum_<Column>(module, "Column", py::arithmetic())
       .value("PARAM", kParam)

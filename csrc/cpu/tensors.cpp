@@ -97,6 +97,19 @@ std::vector<uintptr_t> read_addresses(const py::list& tensors) {
   return addresses;
 }
 
+bool gather_params(Table& table, const py::list& params) {
+  if (exchange_api == nullptr || static_cast<int64_t>(params.size()) != table.num_rows()) {
+    return false;
+  }
+  std::vector<uintptr_t> addresses(params.size());
+  for (size_t row = 0; row < params.size(); ++row) {
+    PyObject* const param = PyList_GET_ITEM(params.ptr(), static_cast<Py_ssize_t>(row));
+    if (!read_plain(param, table, row, &addresses[row])) return false;
+  }
+  table.set_column(kParam, std::move(addresses));
+  return true;
+}
+
 py::object gather_gradients(Table& table, const py::list& params) {
   static PyObject* const name = PyUnicode_InternFromString("grad");
   if (exchange_api == nullptr || static_cast<int64_t>(params.size()) != table.num_rows()) {

@@ -17,9 +17,13 @@ void use_exchange_api(const pybind11::capsule& capsule);
 // The address of each tensor's first element.
 std::vector<uintptr_t> read_addresses(const pybind11::list& tensors);
 
-// Each parameter's .grad in one pass over the objects, and their addresses into the table's kGrad
-// column, if every one is there, real, contiguous, on the CPU, and of its row's size and dtype.
-// None otherwise, and always without the exchange API: the caller then looks at each one itself.
+// Points kParam at the parameters, if every one of them lies as its row says. Always false without
+// the exchange API.
+bool gather_params(Table& table, const pybind11::list& params);
+
+// Each parameter's .grad in one pass over the objects, and their addresses into kAccumulator, if
+// every one is there, real, contiguous, on the CPU, and of its row's size and dtype. None
+// otherwise, and always without the exchange API: the caller then looks at each one itself.
 pybind11::object gather_gradients(Table& table, const pybind11::list& params);
 
 }  // namespace stepclock

@@ -77,6 +77,13 @@ class Backend(Protocol):
         """Lets go of the tensors of `columns`."""
         ...
 
+    def gather_params(self, params: list[Tensor], layout: Layout) -> bool:
+        """Whether each of `params`, all contiguous, was seen to fit its row as it is.
+
+        A shortcut; False says nothing about them.
+        """
+        ...
+
     def gather_gradients(self, params: list[Tensor], layout: Layout) -> list[Tensor] | None:
         """The gradients of contiguous `params`, if each is there and fits its row as it is.
 

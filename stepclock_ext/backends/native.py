@@ -181,6 +181,13 @@ class NativeBackend:
         along = self._bind_companions(layout, companions)
         self._c.move_average(table, along, torch.get_num_threads())
 
+    def gather_params(self, params: list[Tensor], layout: Layout) -> bool:
+        """Points the layout's table at `params`, if each of them fits as it is."""
+        found = bool(self._table(layout).gather_params(params))
+        if found:
+            layout.cache["gathered"] = (params,)
+        return found
+
     def gather_gradients(self, params: list[Tensor], layout: Layout) -> list[Tensor] | None:
         """Each parameter's gradient, if all are there and fit `layout` as they are."""
         if layout.accumulator_dtypes != layout.dtypes:

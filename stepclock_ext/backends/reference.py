@@ -45,6 +45,10 @@ class ReferenceBackend:
     def release(self, layout: Layout, columns: Sequence[str]) -> None:
         """Nothing is kept between ops."""
 
+    def gather_params(self, params: list[Tensor], layout: Layout) -> bool:
+        """No shortcut."""
+        return False
+
     def gather_gradients(self, params: list[Tensor], layout: Layout) -> list[Tensor] | None:
         """No shortcut."""
         return None
