@@ -21,16 +21,18 @@ struct Float16 {
 };
 
 template <typename To, typename From>
-inline To bit_cast(From from) {
+STEPCLOCK_HOST_DEVICE To bit_cast(From from) {
   static_assert(sizeof(To) == sizeof(From), "bit_cast keeps the size");
   To to;
   std::memcpy(&to, &from, sizeof(to));
   return to;
 }
 
-inline float to_float(BFloat16 x) { return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+STEPCLOCK_HOST_DEVICE float to_float(BFloat16 x) {
+  return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16);
+}
 
-inline BFloat16 to_bfloat16(float x) {
+STEPCLOCK_HOST_DEVICE BFloat16 to_bfloat16(float x) {
   const uint32_t bits = bit_cast<uint32_t>(x);
   const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
   const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
@@ -40,7 +42,7 @@ inline BFloat16 to_bfloat16(float x) {
 
 // The exponent of a half sits 13 bits higher in a float and its bias is 112 smaller. Multiplying by
 // 2^112 repairs the bias and, at the same time, normalises subnormal halves.
-inline float to_float(Float16 x) {
+STEPCLOCK_HOST_DEVICE float to_float(Float16 x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fffu) << 13;
   const uint32_t scaled = bit_cast<uint32_t>(bit_cast<float>(magnitude) * 0x1p112f);
@@ -48,7 +50,7 @@ inline float to_float(Float16 x) {
   return bit_cast<float>(sign | (is_special ? magnitude | 0x7f800000u : scaled));
 }
 
-inline Float16 to_float16(float x) {
+STEPCLOCK_HOST_DEVICE Float16 to_float16(float x) {
   const uint32_t bits = bit_cast<uint32_t>(x);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;

@@ -8,3 +8,10 @@
 #ifndef STEPCLOCK_ISA
 #define STEPCLOCK_ISA baseline
 #endif
+
+// Arithmetic that a GPU shares with the CPU.
+#if defined(__CUDACC__)
+#define STEPCLOCK_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define STEPCLOCK_HOST_DEVICE inline
+#endif

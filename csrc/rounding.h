@@ -21,21 +21,21 @@ struct SplitFloat {
 // The half is the nearest bf16, ties away from zero: then the lower 16 bits, read as a signed
 // number, are what separates the two, and adding them gives every bit back. Ties to even could not
 // be undone. A NaN loses its payload, which rounding could carry into another number.
-inline SplitFloat split(float x) {
+STEPCLOCK_HOST_DEVICE SplitFloat split(float x) {
   uint32_t bits = bit_cast<uint32_t>(x);
   bits = (bits & 0x7fffffffu) > 0x7f800000u ? (bits & 0x80000000u) | 0x7fc00000u : bits;
   return SplitFloat{BFloat16{static_cast<uint16_t>((bits + 0x8000u) >> 16)},
                     static_cast<int16_t>(bits & 0xffffu)};
 }
 
-inline float join(BFloat16 half, int16_t remainder) {
+STEPCLOCK_HOST_DEVICE float join(BFloat16 half, int16_t remainder) {
   return bit_cast<float>((static_cast<uint32_t>(half.bits) << 16) +
                          static_cast<uint32_t>(static_cast<int32_t>(remainder)));
 }
 
 // 32 random bits for an element, from the key of its chunk: a Weyl sequence through the finalizer
 // of MurmurHash3 (Appleby 2011).
-inline uint32_t random_bits(uint32_t key, uint32_t index) {
+STEPCLOCK_HOST_DEVICE uint32_t random_bits(uint32_t key, uint32_t index) {
   uint32_t h = index * 0x9e3779b9u + key;
   h = (h ^ (h >> 16)) * 0x85ebca6bu;
   h = (h ^ (h >> 13)) * 0xc2b2ae35u;
@@ -44,7 +44,7 @@ inline uint32_t random_bits(uint32_t key, uint32_t index) {
 
 // The key of a chunk, from the key of the update and the chunk's slot: splitmix64 (Steele et al.
 // 2014).
-inline uint32_t chunk_key(uint64_t update_key, int64_t slot) {
+STEPCLOCK_HOST_DEVICE uint32_t chunk_key(uint64_t update_key, int64_t slot) {
   uint64_t z = update_key + static_cast<uint64_t>(slot) * 0x9e3779b97f4a7c15u;
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
   z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
@@ -52,14 +52,14 @@ inline uint32_t chunk_key(uint64_t update_key, int64_t slot) {
 }
 
 // Adding noise below the last kept bit and cutting off carries with the right probability.
-inline BFloat16 to_bfloat16_stochastically(float x, uint32_t random) {
+STEPCLOCK_HOST_DEVICE BFloat16 to_bfloat16_stochastically(float x, uint32_t random) {
   const uint32_t bits = bit_cast<uint32_t>(x);
   const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
   const uint32_t noisy = bits + (random >> 16);
   return BFloat16{static_cast<uint16_t>((is_nan ? bits | 0x00400000u : noisy) >> 16)};
 }
 
-inline Float16 to_float16_stochastically(float x, uint32_t random) {
+STEPCLOCK_HOST_DEVICE Float16 to_float16_stochastically(float x, uint32_t random) {
   const uint32_t bits = bit_cast<uint32_t>(x);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;

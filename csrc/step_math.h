@@ -10,17 +10,17 @@
 
 #include "isa.h"
 
-#if defined(__CUDACC__)
-#define STEPCLOCK_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define STEPCLOCK_HOST_DEVICE inline
-#endif
-
 namespace stepclock {
 namespace STEPCLOCK_ISA {
 
+// Correctly rounded everywhere; the builtins spare the CPU a check of errno.
+#if defined(__CUDA_ARCH__)
+STEPCLOCK_HOST_DEVICE float square_root(float x) { return sqrtf(x); }
+STEPCLOCK_HOST_DEVICE double square_root(double x) { return sqrt(x); }
+#else
 STEPCLOCK_HOST_DEVICE float square_root(float x) { return __builtin_sqrtf(x); }
 STEPCLOCK_HOST_DEVICE double square_root(double x) { return __builtin_sqrt(x); }
+#endif
 
 // What is equal for all elements of a parameter in one update.
 template <typename C>
@@ -55,6 +55,12 @@ STEPCLOCK_HOST_DEVICE void adam_element(C& param, C sum, C& exp_avg, C& exp_avg_
     second = max_exp_avg_sq;
   }
   param -= s.step_size * exp_avg / (square_root(second) * s.inv_sqrt_bias2 + s.eps);
+}
+
+// Where the two are equal nothing moves: a mask of -inf stays one, since -inf - -inf is NaN.
+template <typename C>
+STEPCLOCK_HOST_DEVICE void average_element(C& average, C param, C weight) {
+  average = param == average ? average : average + weight * (param - average);
 }
 
 template <typename C>

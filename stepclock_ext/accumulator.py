@@ -248,9 +248,9 @@ class Accumulator:
         rows, sums = self.rows, self.caught.all_sums()
         if sums is None:
             return None
-        if not ops.gather_params(rows.params, rows.layout(rows.every_row)):
-            if not all(map(rows.fits, rows.every_row)):
-                return None
+        seen = ops.gather_params(rows.params, rows.layout(rows.every_row))
+        if not seen and not all(map(rows.fits, rows.every_row)):
+            return None
         return sums  # type: ignore[return-value]
 
     def _is_walkable(self, row: int, grad: Tensor) -> bool:

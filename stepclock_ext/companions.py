@@ -50,7 +50,7 @@ class ParameterCompanions:
         if self.ema is not None:
             self.ema.column(rows.params)
 
-    def finish(self, rows: ParameterRows, moved: Set[int]) -> None:
+    def finish(self, rows: ParameterRows, moved: Set[int], stats: Tensor) -> None:
         """Ends an update: moves the averages of all rows but those in `moved`."""
         if self.ema is None:
             return
@@ -60,11 +60,13 @@ class ParameterCompanions:
             params = [rows.params[row] for row in walked]
             masters = None if self.masters is None else self.masters.column(params)
             along = self._companions(masters, self.ema.column(params), None)
-            ops.move_average_(params, rows.layout(walked), along)
+            ops.move_average_(params, stats, rows.layout(walked), along)
         for row in set(rest).difference(walked):
             p = rows.params[row].detach()
             average = self.ema.column([rows.params[row]])[0]
-            average += self.ema.next_weight * (p.to(average.dtype) - average)
+            value = p.to(average.dtype)
+            moved: Tensor = average + self.ema.next_weight * (value - average)
+            average.copy_(torch.where(value == average, average, moved))  # -inf - -inf is NaN
         self.ema.updates += 1
 
     def _columns(self, bound: BoundGroup) -> tuple[list[Tensor] | None, list[Tensor] | None]:

@@ -272,26 +272,34 @@ def sgd_(
     check_stats(stats)
     layout.verify("PARAM", params)
     layout.verify("ACCUMULATOR", sums)
+    if scalars.momentum == 0.0:
+        buffers = None
     if buffers is not None:
         layout.verify("BUFFER", buffers)
     _verify_companions(companions, layout)
     layout.backend.sgd_(params, buffers, sums, stats, layout, scalars, companions)
 
 
-def move_average_(params: Sequence[Tensor], layout: Layout, companions: Companions) -> None:
+def move_average_(
+    params: Sequence[Tensor], stats: Tensor, layout: Layout, companions: Companions
+) -> None:
     """Moves the averages of parameters that no fused update moves.
 
     Args:
         params: read; as `layout` says.
+        stats: holds the norm, for a gated move.
         layout: of params, masters and averages.
         companions: `averages` are written, `masters` are read.
 
     Raises:
         TypeError, ValueError: as `sum_squares_`.
     """
+    if companions.averages is None:
+        raise ValueError("move_average_: companions must hold averages, got None")
+    check_stats(stats)
     layout.verify("PARAM", params)
     _verify_companions(companions, layout)
-    layout.backend.move_average_(params, layout, companions)
+    layout.backend.move_average_(params, stats, layout, companions)
 
 
 def _verify_companions(companions: Companions, layout: Layout) -> None:
@@ -299,3 +307,6 @@ def _verify_companions(companions: Companions, layout: Layout) -> None:
         layout.verify("MASTER", companions.masters)
     if companions.averages is not None:
         layout.verify("AVERAGE", companions.averages)
+    key = companions.rounding_key
+    if key is not None and not 0 <= key < 2**64:
+        raise ValueError(f"rounding_key must be from 0 to below 2**64, got {key}; see update_key()")

@@ -137,7 +137,8 @@ class UpdatePass:
         for updater, plans in zip(self._updaters, prepared, strict=True):
             updater.update(rows, gradients, measurement, plans)
         by_rule = (plan for plans in prepared for plan in plans or ())
-        self._companions.finish(rows, {row for plan in by_rule for row in plan.bound.rows})
+        moved = {row for plan in by_rule for row in plan.bound.rows}
+        self._companions.finish(rows, moved, measurement.stats)
 
     def nonfinite_error(
         self, what: str, gradients: WindowGradients, update: int

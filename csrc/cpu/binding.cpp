@@ -146,31 +146,32 @@ void bind_update_ops(py::module_& module) {
            py::arg("momentum"), py::arg("dampening"), py::arg("weight_decay"), py::arg("nesterov"),
            py::arg("first"));
   py::class_<Companions>(module, "Companions")
-      .def(py::init<bool, bool, bool, double, uint64_t>(), py::kw_only(), py::arg("has_masters"),
-           py::arg("has_averages"), py::arg("stochastic"), py::arg("average_weight"),
-           py::arg("rounding_key"));
+      .def(py::init<bool, bool, bool, bool, double, uint64_t>(), py::kw_only(),
+           py::arg("has_masters"), py::arg("has_averages"), py::arg("stochastic"), py::arg("gated"),
+           py::arg("average_weight"), py::arg("rounding_key"));
   module.def("adam",
              [](const Table& table, const AdamScalars& scalars, const Companions& companions,
-                uintptr_t factor, bool maximize, int num_threads) {
+                uintptr_t stats, bool maximize, int num_threads) {
                require(table, {kParam, kAccumulator, kExpAvg, kExpAvgSq, kStep}, "adam");
                if (scalars.amsgrad) require(table, {kMaxExpAvgSq}, "adam");
                require_companions(table, companions, "adam");
                const py::gil_scoped_release release;
-               adam(table, scalars, companions, as_doubles(factor), maximize, num_threads);
+               adam(table, scalars, companions, as_doubles(stats), maximize, num_threads);
              });
   module.def("sgd", [](const Table& table, const SgdScalars& scalars, const Companions& companions,
-                       uintptr_t factor, bool maximize, int num_threads) {
+                       uintptr_t stats, bool maximize, int num_threads) {
     require(table, {kParam, kAccumulator}, "sgd");
     if (scalars.momentum != 0.0) require(table, {kBuffer}, "sgd");
     require_companions(table, companions, "sgd");
     const py::gil_scoped_release release;
-    sgd(table, scalars, companions, as_doubles(factor), maximize, num_threads);
+    sgd(table, scalars, companions, as_doubles(stats), maximize, num_threads);
   });
-  module.def("move_average", [](const Table& table, const Companions& companions, int num_threads) {
+  module.def("move_average", [](const Table& table, const Companions& companions, uintptr_t stats,
+                                int num_threads) {
     require(table, {kParam, kAverage}, "move_average");
     require_companions(table, companions, "move_average");
     const py::gil_scoped_release release;
-    move_average(table, companions, num_threads);
+    move_average(table, companions, as_doubles(stats), num_threads);
   });
 }
 

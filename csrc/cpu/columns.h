@@ -12,6 +12,7 @@
 #include "kernels.h"
 #include "reductions.h"
 #include "rounding.h"
+#include "step_math.h"
 
 namespace stepclock {
 namespace STEPCLOCK_ISA {
@@ -110,7 +111,11 @@ inline void write_weights(const Weights&, int64_t, int64_t, const double*) {}
 
 template <typename C>
 void average_loop(C* __restrict average, const C* __restrict values, int64_t n, C weight) {
-  for (int64_t i = 0; i < n; ++i) average[i] += weight * (values[i] - average[i]);
+  for (int64_t i = 0; i < n; ++i) {
+    C moved = average[i];
+    average_element(moved, values[i], weight);
+    average[i] = moved;
+  }
 }
 
 // Averages what the parameters are worth: their masters, or what was stored of them.

@@ -6,25 +6,9 @@
 
 #include <cstdint>
 
+#include "contract.h"
+
 namespace stepclock {
-
-// 64 KiB of fp32: some 20 microseconds of work, and a window's slots stay below a thousandth of
-// the gradients. Part of the contract: sums are added chunk by chunk.
-constexpr int64_t kChunkElements = 16384;
-
-enum class DType : uint8_t { kFloat32 = 0, kFloat64 = 1, kBFloat16 = 2, kFloat16 = 3 };
-
-inline bool is_half(DType dtype) { return dtype == DType::kBFloat16 || dtype == DType::kFloat16; }
-
-struct AdamScalars {
-  double lr, beta1, beta2, eps, weight_decay;
-  bool decoupled, amsgrad;
-};
-
-struct SgdScalars {
-  double lr, momentum, dampening, weight_decay;
-  bool nesterov, first;
-};
 
 // A chunk's parameters and what moves with them.
 struct Weights {

@@ -55,6 +55,11 @@ Weights weights_of(const Table& table, const Chunk& chunk, const Companions& com
                  baseline::chunk_key(companions.rounding_key, chunk.slot)};
 }
 
+// Whether a gated update must not happen: the norm, stats[0], is not finite.
+bool is_shut(const Companions& companions, const double* stats) {
+  return companions.gated && !std::isfinite(stats[0]);
+}
+
 struct Biases {
   double bias1, bias2;
 };
@@ -141,9 +146,10 @@ void scale(const Table& table, Column column, const double* coefficient, int num
 }
 
 void adam(const Table& table, const AdamScalars& scalars, const Companions& companions,
-          const double* coefficient, bool maximize, int num_threads) {
+          const double* stats, bool maximize, int num_threads) {
+  if (is_shut(companions, stats)) return;
   const Kernels& kernels = active_kernels();
-  const double signed_coefficient = maximize ? -*coefficient : *coefficient;
+  const double signed_coefficient = maximize ? -stats[1] : stats[1];
   const std::vector<Biases> biases = advance_steps(table, scalars);
   for_each_chunk(table, num_threads, [&](const Chunk& chunk) {
     const Biases& bias = biases[static_cast<size_t>(chunk.row)];
@@ -162,9 +168,10 @@ void adam(const Table& table, const AdamScalars& scalars, const Companions& comp
 }
 
 void sgd(const Table& table, const SgdScalars& scalars, const Companions& companions,
-         const double* coefficient, bool maximize, int num_threads) {
+         const double* stats, bool maximize, int num_threads) {
+  if (is_shut(companions, stats)) return;
   const Kernels& kernels = active_kernels();
-  const double signed_coefficient = maximize ? -*coefficient : *coefficient;
+  const double signed_coefficient = maximize ? -stats[1] : stats[1];
   for_each_chunk(table, num_threads, [&](const Chunk& chunk) {
     const SgdChunk sgd_chunk = {weights_of(table, chunk, companions),
                                 table.at(kAccumulator, chunk),
@@ -176,7 +183,9 @@ void sgd(const Table& table, const SgdScalars& scalars, const Companions& compan
   });
 }
 
-void move_average(const Table& table, const Companions& companions, int num_threads) {
+void move_average(const Table& table, const Companions& companions, const double* stats,
+                  int num_threads) {
+  if (is_shut(companions, stats)) return;
   const Kernels& kernels = active_kernels();
   for_each_chunk(table, num_threads, [&](const Chunk& chunk) {
     kernels.move_average(weights_of(table, chunk, companions), chunk.num_elements);

@@ -34,22 +34,16 @@ struct AccumulateSlots {
 void accumulate(const Table& table, bool store, const AccumulateSlots& slots, int num_threads);
 // column *= *coefficient
 void scale(const Table& table, Column column, const double* coefficient, int num_threads);
-// What moves along with the parameters of an update: kMaster and kAverage where they are used, and
-// how 16-bit parameters without masters are rounded.
-struct Companions {
-  bool has_masters, has_averages, stochastic;
-  double average_weight;  // average += average_weight * (parameter - average)
-  uint64_t rounding_key;  // of this update
-};
 // kParam, kExpAvg, kExpAvgSq, kMaxExpAvgSq (amsgrad), kStep; reads kAccumulator. Adds 1 to each
 // step.
 void adam(const Table& table, const AdamScalars& scalars, const Companions& companions,
-          const double* coefficient, bool maximize, int num_threads);
+          const double* stats, bool maximize, int num_threads);
 // kParam, kBuffer (momentum); reads kAccumulator.
 void sgd(const Table& table, const SgdScalars& scalars, const Companions& companions,
-         const double* coefficient, bool maximize, int num_threads);
-// kAverage; reads kParam and kMaster.
-void move_average(const Table& table, const Companions& companions, int num_threads);
+         const double* stats, bool maximize, int num_threads);
+// kAverage; reads kParam and kMaster. stats may be null where it is not gated.
+void move_average(const Table& table, const Companions& companions, const double* stats,
+                  int num_threads);
 
 // How a window's slots become the number that turns its sum into the gradient.
 struct ClipRule {

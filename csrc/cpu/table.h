@@ -5,26 +5,9 @@
 #include <utility>
 #include <vector>
 
-#include "kernels.h"
+#include "contract.h"
 
 namespace stepclock {
-
-// The roles a tensor can have in an op. kGrad is one micro step's gradient, kAccumulator the
-// window's sum, kBuffer SGD's momentum, kStep a parameter's own counter; kMaster holds int16
-// remainders of bf16 parameters and fp32 copies of fp16 ones, kAverage the averaged weights.
-enum Column : int {
-  kParam,
-  kGrad,
-  kAccumulator,
-  kExpAvg,
-  kExpAvgSq,
-  kMaxExpAvgSq,
-  kBuffer,
-  kStep,
-  kMaster,
-  kAverage,
-  kNumColumns
-};
 
 struct Chunk {
   int64_t row;

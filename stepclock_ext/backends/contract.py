@@ -148,7 +148,7 @@ class Backend(Protocol):
         ...
 
     def move_average_(
-        self, params: Sequence[Tensor], layout: Layout, companions: Companions
+        self, params: Sequence[Tensor], stats: Tensor, layout: Layout, companions: Companions
     ) -> None:
         """Moves the averages of parameters that an update passed by."""
         ...
@@ -179,14 +179,18 @@ class Companions:
         averages: averaged weights, one a row, fp32 beside 16-bit parameters and else of their
             dtype; they average the masters where there are some. None: no averages.
         average_weight: ``average += average_weight * (parameter - average)``, after the update.
+            Where the two are equal nothing moves: an infinity stays one.
         rounding_key: 16-bit parameters without masters are rounded stochastically by the random
-            bits of this key; None rounds to nearest.
+            bits of this key, from 0 to below 2**64; None rounds to nearest.
+        is_gated: the update does nothing at all where the norm in ``stats`` is not finite. So a
+            skip needs no host that looks at the norm first.
     """
 
     masters: Sequence[Tensor] | None = None
     averages: Sequence[Tensor] | None = None
     average_weight: float = 0.0
     rounding_key: int | None = None
+    is_gated: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -145,8 +145,8 @@ class NativeBackend:
             amsgrad=scalars.amsgrad,
         )
         along = self._bind_companions(layout, companions)
-        address, threads = _coefficient_address(stats), torch.get_num_threads()
-        self._c.adam(table, settings, along, address, scalars.maximize, threads)
+        threads = torch.get_num_threads()
+        self._c.adam(table, settings, along, stats.data_ptr(), scalars.maximize, threads)
 
     def sgd_(
         self,
@@ -171,15 +171,15 @@ class NativeBackend:
             first=scalars.first,
         )
         along = self._bind_companions(layout, companions)
-        address, threads = _coefficient_address(stats), torch.get_num_threads()
-        self._c.sgd(table, settings, along, address, scalars.maximize, threads)
+        threads = torch.get_num_threads()
+        self._c.sgd(table, settings, along, stats.data_ptr(), scalars.maximize, threads)
 
     def move_average_(
-        self, params: Sequence[Tensor], layout: Layout, companions: Companions
+        self, params: Sequence[Tensor], stats: Tensor, layout: Layout, companions: Companions
     ) -> None:
         table = self._bind(layout, "PARAM", params)
         along = self._bind_companions(layout, companions)
-        self._c.move_average(table, along, torch.get_num_threads())
+        self._c.move_average(table, along, stats.data_ptr(), torch.get_num_threads())
 
     def gather_params(self, params: list[Tensor], layout: Layout) -> bool:
         """Points the layout's table at `params`, if each of them fits as it is."""
@@ -207,6 +207,7 @@ class NativeBackend:
             has_masters=companions.masters is not None,
             has_averages=companions.averages is not None,
             stochastic=companions.rounding_key is not None,
+            gated=companions.is_gated,
             average_weight=companions.average_weight,
             rounding_key=companions.rounding_key or 0,
         )

@@ -110,6 +110,8 @@ class ReferenceBackend:
         scalars: AdamScalars,
         companions: Companions,
     ) -> None:
+        if _is_shut(stats, companions):
+            return
         maxima: Sequence[Tensor | None] = states.max_exp_avg_sqs or [None] * len(params)
         moments = zip(states.steps, states.exp_avgs, states.exp_avg_sqs, maxima, strict=True)
         for row, (total, state) in enumerate(zip(sums, moments, strict=True)):
@@ -127,6 +129,8 @@ class ReferenceBackend:
         scalars: SgdScalars,
         companions: Companions,
     ) -> None:
+        if _is_shut(stats, companions):
+            return
         for row, total in enumerate(sums):
             weights = _Weights(params, layout, companions, row)
             buffer = None if buffers is None else buffers[row]
@@ -134,8 +138,10 @@ class ReferenceBackend:
             weights.move_average()
 
     def move_average_(
-        self, params: Sequence[Tensor], layout: Layout, companions: Companions
+        self, params: Sequence[Tensor], stats: Tensor, layout: Layout, companions: Companions
     ) -> None:
+        if _is_shut(stats, companions):
+            return
         for row in range(len(params)):
             _Weights(params, layout, companions, row).move_average()
 
@@ -146,13 +152,14 @@ class _Weights:
     def __init__(
         self, params: Sequence[Tensor], layout: Layout, companions: Companions, row: int
     ) -> None:
-        self._param = params[row].detach()
+        self._param = real_view(params[row].detach())
         self._companions = companions
         self._first_slot = layout.first_slots[row]
         self._row = row
         is_half = self._param.dtype in HALVES
         has_master = companions.masters is not None and is_half
-        self._master = companions.masters[row] if companions.masters and has_master else None
+        masters = companions.masters if has_master else None
+        self._master = None if masters is None else real_view(masters[row])
         self._is_stochastic = companions.rounding_key is not None and is_half and not has_master
 
     def read(self) -> Tensor:
@@ -172,13 +179,15 @@ class _Weights:
             self._master.copy_(remainder)
         elif self._master is not None:
             self._master.copy_(values)
-        real_view(self._param).copy_(values)
+        self._param.copy_(values)
 
     def move_average(self) -> None:
         """Moves the row's average towards the parameter as it is now."""
         if self._companions.averages is not None:
             average = real_view(self._companions.averages[self._row])
-            average += self._companions.average_weight * (self.read() - average)
+            value = self.read()
+            moved = average + self._companions.average_weight * (value - average)
+            average.copy_(torch.where(value == average, average, moved))  # -inf - -inf is NaN
 
     def _rounded(self, values: Tensor) -> Tensor:
         """Random bits go by the place in memory: chunk, and element within it."""
@@ -192,6 +201,11 @@ class _Weights:
                 round_stochastically(chunk, rounded.dtype, random_bits(key, chunk.numel()))
             )
         return rounded
+
+
+def _is_shut(stats: Tensor, companions: Companions) -> bool:
+    """Whether a gated update must not happen."""
+    return companions.is_gated and not bool(stats[0].isfinite())
 
 
 def _factor(stats: Tensor, like: Tensor) -> Tensor:

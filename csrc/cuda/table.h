@@ -1,0 +1,52 @@
+// The tensors that a kernel walks together, as they lie in device memory.
+#pragma once
+
+#include <cstdint>
+
+#include "contract.h"
+#include "device.h"
+
+namespace stepclock {
+namespace cuda {
+
+// Pointers into three int64 tensors that the caller keeps: see backends/device_table.py.
+struct TableView {
+  const int64_t* chunks;        // row, first element and slot of each chunk
+  const int64_t* num_elements;  // of each row
+  const int64_t* addresses;     // column after column, one a row; 0 where a column is not bound
+  int64_t num_rows;
+};
+
+// A run of chunks whose rows have the same dtypes: they share a launch.
+struct Section {
+  int64_t first_chunk, num_chunks;
+  DType param, accumulator, state;
+};
+
+// A part of a chunk: the elements [begin, begin + num_elements) of a row.
+struct Span {
+  int64_t row, begin, num_elements, slot;
+  int64_t offset;  // of begin within its chunk
+};
+
+// The part of a chunk that a block works on; a chunk is cut into num_parts equal ones.
+__device__ inline Span find_span(const TableView& table, int64_t first_chunk, int num_parts) {
+  const int64_t block = static_cast<int64_t>(blockIdx.x);
+  const int64_t* chunk = table.chunks + (first_chunk + block / num_parts) * 3;
+  const int64_t row = chunk[0];
+  const int64_t left = table.num_elements[row] - chunk[1];
+  const int64_t in_chunk = left < kChunkElements ? left : kChunkElements;
+  const int64_t part_size = kChunkElements / num_parts;
+  const int64_t offset = block % num_parts * part_size;
+  const int64_t rest = in_chunk - offset;
+  const int64_t size = rest < 0 ? 0 : (rest < part_size ? rest : part_size);
+  return Span{row, chunk[1] + offset, size, chunk[2], offset};
+}
+
+// The first element of a row in a column; null where the column is not bound.
+__device__ inline char* find_column(const TableView& table, Column column, int64_t row) {
+  return reinterpret_cast<char*>(table.addresses[column * table.num_rows + row]);
+}
+
+}  // namespace cuda
+}  // namespace stepclock
