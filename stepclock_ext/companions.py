@@ -64,9 +64,8 @@ class ParameterCompanions:
         for row in set(rest).difference(walked):
             p = rows.params[row].detach()
             average = self.ema.column([rows.params[row]])[0]
-            value = p.to(average.dtype)
-            moved: Tensor = average + self.ema.next_weight * (value - average)
-            average.copy_(torch.where(value == average, average, moved))  # -inf - -inf is NaN
+            apart = p.to(average.dtype) - average
+            average.add_(apart.nan_to_num(nan=0.0), alpha=self.ema.next_weight)
         self.ema.updates += 1
 
     def _columns(self, bound: BoundGroup) -> tuple[list[Tensor] | None, list[Tensor] | None]:

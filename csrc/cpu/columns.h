@@ -18,6 +18,10 @@ namespace stepclock {
 namespace STEPCLOCK_ISA {
 namespace {
 
+// Elements that an update widens at once. Measured on AVX2: blocks of 1024 cost 4 to 15 % more,
+// blocks of 64 nothing less.
+constexpr int64_t kUpdateElements = 128;
+
 template <typename T>
 const float* widen_into(float* block, const T* x, int64_t n) {
   for (int64_t i = 0; i < n; ++i) block[i] = load(x, i);
@@ -76,7 +80,7 @@ inline void split_weights(const Weights& w, int64_t begin, int64_t n, const floa
   int16_t* remainder = static_cast<int16_t*>(w.master) + begin;
   for (int64_t i = 0; i < n; ++i) {
     const SplitFloat parts = split(values[i]);
-    half[i] = parts.half;
+    half[i].bits = parts.half.bits;  // g++ 12 does not vectorise the assignment of the struct
     remainder[i] = parts.remainder;
   }
 }
@@ -129,7 +133,7 @@ void move_average(const Weights& w, int64_t begin, int64_t n, C* block) {
 // How many elements are worked on at once: all of them where no column needs a block.
 inline int64_t block_size(const Weights& w, DType accumulator, DType state, int64_t num_elements) {
   const bool direct = !is_half(w.dtype) && !is_half(accumulator) && !is_half(state);
-  return direct && w.average == nullptr ? num_elements : kBlockElements;
+  return direct && w.average == nullptr ? num_elements : kUpdateElements;
 }
 
 }  // namespace

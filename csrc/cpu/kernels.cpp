@@ -38,13 +38,15 @@ void accumulate_block(SumsOfSquares& sums, const AccumulateChunk& chunk, int64_t
   C accumulator_block[kBlockElements], grad_block[kBlockElements];
   const DType dtype = chunk.accumulator_dtype;
   C* accumulator = open_column(dtype, chunk.accumulator, begin, n, accumulator_block, !chunk.store);
-  const C* grad = read_column(chunk.grad_dtype, chunk.grad, begin, n, grad_block);
+  // What is stored in fp32 is widened to where it stays.
+  C* wide = chunk.store && !is_half(dtype) ? accumulator : grad_block;
+  const C* grad = read_column(chunk.grad_dtype, chunk.grad, begin, n, wide);
   if (chunk.wants_grad_sum) sums.grad.add(grad, n);
   if (chunk.wants_prior_sum && !chunk.store) sums.prior.add(accumulator, n);
   if (chunk.wants_sum && !chunk.store && !is_half(dtype)) {  // what is stored is not rounded
     return sums.sum.accumulate(accumulator, grad, n);
   }
-  add_or_store(accumulator, grad, n, chunk.store);
+  if (grad != accumulator) add_or_store(accumulator, grad, n, chunk.store);
   write_column(dtype, chunk.accumulator, begin, n, accumulator);
   if (!chunk.wants_sum) return;
   sums.sum.add(read_column(dtype, chunk.accumulator, begin, n, accumulator_block), n);
@@ -114,7 +116,7 @@ void adam(const AdamChunk& c, const AdamScalars& scalars, double coefficient) {
   const AdamStep<C> step = adam_step<C>(c, scalars, decoupled, coefficient);
   const AdamLoop<C> loop = choose_adam_loop<C>(decoupled, scalars.amsgrad);
   const int64_t block = block_size(c.weights, c.accumulator_dtype, c.state_dtype, c.num_elements);
-  C params[kBlockElements], sums[kBlockElements], moments[3][kBlockElements];
+  C params[kUpdateElements], sums[kUpdateElements], moments[3][kUpdateElements];
   for (int64_t begin = 0; begin < c.num_elements; begin += block) {
     const int64_t n = smaller(block, c.num_elements - begin);
     C* p = open_weights(c.weights, begin, n, params);
@@ -171,7 +173,7 @@ void sgd(const SgdChunk& c, const SgdScalars& scalars, double coefficient) {
                               : choose_sgd_loop<true, C>(momentum, scalars.first, scalars.nesterov);
   const DType state = momentum ? c.state_dtype : c.weights.dtype;
   const int64_t block = block_size(c.weights, c.accumulator_dtype, state, c.num_elements);
-  C params[kBlockElements], sums[kBlockElements], buffers[kBlockElements];
+  C params[kUpdateElements], sums[kUpdateElements], buffers[kUpdateElements];
   for (int64_t begin = 0; begin < c.num_elements; begin += block) {
     const int64_t n = smaller(block, c.num_elements - begin);
     C* p = open_weights(c.weights, begin, n, params);
@@ -187,9 +189,9 @@ void sgd(const SgdChunk& c, const SgdScalars& scalars, double coefficient) {
 
 template <typename C>
 void move_averages(const Weights& weights, int64_t num_elements) {
-  C block[kBlockElements];
-  for (int64_t begin = 0; begin < num_elements; begin += kBlockElements) {
-    move_average(weights, begin, smaller(kBlockElements, num_elements - begin), block);
+  C block[kUpdateElements];
+  for (int64_t begin = 0; begin < num_elements; begin += kUpdateElements) {
+    move_average(weights, begin, smaller(kUpdateElements, num_elements - begin), block);
   }
 }
 
