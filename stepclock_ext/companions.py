@@ -64,8 +64,9 @@ class ParameterCompanions:
         for row in set(rest).difference(walked):
             p = rows.params[row].detach()
             average = self.ema.column([rows.params[row]])[0]
-            apart = p.to(average.dtype) - average
-            average.add_(apart.nan_to_num(nan=0.0), alpha=self.ema.next_weight)
+            value = p.to(average.dtype)
+            apart = (value - average).masked_fill(value == average, 0.0)  # -inf - -inf is NaN
+            average.add_(apart, alpha=self.ema.next_weight)
         self.ema.updates += 1
 
     def _columns(self, bound: BoundGroup) -> tuple[list[Tensor] | None, list[Tensor] | None]:

@@ -104,7 +104,8 @@ def _cut(layout: Layout) -> tuple[tuple[Section, ...], list[tuple[int, int, int]
     for row, param in enumerate(layout.dtypes):
         kind = (param, layout.accumulator_dtypes[row], layout.state_dtypes[row])
         kinds.setdefault(kind, []).append(row)
-    sections, chunks = [], []
+    sections: list[Section] = []
+    chunks: list[tuple[int, int, int]] = []
     for kind, rows in kinds.items():
         first = len(chunks)
         for row in rows:
