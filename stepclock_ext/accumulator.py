@@ -167,6 +167,12 @@ class Accumulator:
         self._held = self.grads() if accumulators else None
         self._seen = self._sample()
 
+    def forget_caught(self) -> None:
+        """Drops the sums that do not lie in ``.grad``, and what is known of their norms."""
+        self.caught.clear()
+        if self.norms is not None:
+            self.norms.clear()
+
     def clear(self) -> None:
         """Drops every gradient; the next window starts from nothing."""
         for p in self.rows.params:
@@ -174,9 +180,7 @@ class Accumulator:
         self._held = None
         self._seen = [(0, self.caught.arrivals)]
         self.ride.clear()
-        self.caught.clear()
-        if self.norms is not None:
-            self.norms.clear()
+        self.forget_caught()
         self.slots.zero_()
         self.rows.release_gradients()
 

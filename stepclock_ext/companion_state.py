@@ -98,8 +98,8 @@ def apply(opt: ClockedOptimizer, saved: SavedCompanions | None) -> None:
         _say("dropped the averaged weights of the state: ema=None here")
     if along.rounding_seed is not None and saved.rounding_seed is not None:
         along.rounding_seed = saved.rounding_seed
-    if opt._noise is not None and saved.noise is not None:
-        opt._noise = saved.noise
+    if opt._noise is not None:
+        opt._noise = saved.noise or NoiseScale()
 
 
 def _say(what: str) -> None:

@@ -108,12 +108,12 @@ class MicroNorms:
     def end_micro_step(self, weight: float) -> None:
         """Closes a micro step whose gradients are all in."""
         arrived = self._caught.end_micro_step()
+        if weight <= 0:
+            self._is_known &= not arrived
+            return
+        self._num_micro += 1  # without a gradient as well: it is zero then
         if not arrived:
             return
-        if weight <= 0:
-            self._is_known = False
-            return
-        self._num_micro += 1
         self._total += self._grad_slots.sum().item() / weight
         self._grad_slots.zero_()
         kept = [row for row in arrived if self._is_kept(row)]
@@ -124,7 +124,13 @@ class MicroNorms:
             self._inverse_weights[self._rows.slots_of(row)] = 1 / weight
 
     def finish(
-        self, grads: list[Tensor | None], *, scale: float, weight: float, norm: float
+        self,
+        grads: list[Tensor | None],
+        slots: Tensor,
+        *,
+        scale: float,
+        weight: float,
+        norm: float,
     ) -> NoiseSample | None:
         """The window's sample; None where the norm of a micro gradient is not known.
 
@@ -132,25 +138,34 @@ class MicroNorms:
 
         Args:
             grads: the window's sums, as they were measured.
+            slots: their chunk sums; those of a row that came once are its only gradient's.
             scale: a micro sum is ``scale * weight * gradient``.
             weight: of the window.
             norm: of its sum.
         """
-        found = self._read(grads)
+        found = None if self._num_micro < 2 else self._read(grads, slots)
         if found is None:
             return None
         return NoiseSample(found[0] / scale**2, found[1], weight, norm / (scale * weight))
 
-    def _read(self, grads: list[Tensor | None]) -> tuple[float, int] | None:
+    def _read(
+        self, grads: list[Tensor | None], slots: Tensor | None = None
+    ) -> tuple[float, int] | None:
         """Sum of ``|s_i|**2 / w_i`` over the micro sums s_i, and their number."""
         if not self._is_known or self._caught.repeated:
             return None
         for row, grad in enumerate(grads):
             if grad is not None and grad is not self._caught.sum(row):
                 return None
-            if grad is not None and self._is_kept(row):  # it came once: nothing has read it yet
-                layout = self._rows.layout((row,))
-                ops.sum_squares_(self._prior_slots, [grad], layout)
+            if grad is None or not self._is_kept(row):
+                continue
+            if not self._rows.fits(row):
+                return None  # p.data was replaced: its chunk sums are not where they were
+            if slots is None:  # inside the window, nothing has read it yet
+                ops.sum_squares_(self._prior_slots, [grad], self._rows.layout((row,)))
+            else:
+                its = self._rows.slots_of(row)
+                self._prior_slots[its] = slots[its]
         priors = torch.dot(self._prior_slots, self._inverse_weights).item()
         return self._total + priors, self._num_micro
 

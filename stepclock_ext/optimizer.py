@@ -329,7 +329,7 @@ class ClockedOptimizer(OptimizerFacade):
             return
         for inner in self.optimizers:
             inner.zero_grad(set_to_none=set_to_none)
-        self._pass.accumulator.caught.clear()
+        self._pass.accumulator.forget_caught()
 
     # What follows the clock.
 
@@ -468,12 +468,15 @@ class ClockedOptimizer(OptimizerFacade):
         self, gradients: WindowGradients, measurement: Measurement
     ) -> NoiseSample | None:
         """What the window says about the noise."""
-        norms, window = self._pass.accumulator.norms, self._window
-        if norms is None or not measurement.finite:
+        accumulator, window = self._pass.accumulator, self._window
+        if accumulator.norms is None or not measurement.finite:
             return None
-        total = measurement.norm * window.divisor(self.reduction)
-        return norms.finish(
-            gradients.grads, scale=window.divisor("sum"), weight=window.weight, norm=total
+        return accumulator.norms.finish(
+            gradients.grads,
+            accumulator.slots,
+            scale=window.divisor("sum"),
+            weight=window.weight,
+            norm=measurement.norm * window.divisor(self.reduction),
         )
 
     def _settle_update(
@@ -559,7 +562,7 @@ class ClockedOptimizer(OptimizerFacade):
         settings = PassSettings(
             precision=self._precision,
             is_wide=self._is_wide(),
-            with_norms=self._noise is not None and not is_many_processes(),
+            with_norms=self._noise is not None and not (self._needs_closure or is_many_processes()),
             model=self._model,
         )
         self._pass = UpdatePass(

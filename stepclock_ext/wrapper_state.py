@@ -216,7 +216,7 @@ def _apply_own(opt: ClockedOptimizer, own: _Own, *, keeps_schedulers: bool) -> N
         opt._schedulers.load_state_dict(own.schedulers)
     accumulator = opt._pass.accumulator
     accumulator.restore(own.accumulators)
-    if accumulator.norms is not None and own.accumulators:
+    if accumulator.norms is not None and own.clock.micro_step_in_window:
         accumulator.norms.load_state_dict(own.companions.micro_norms)
     opt._window = own.window
     opt._expect_micro_step()
@@ -225,16 +225,21 @@ def _apply_own(opt: ClockedOptimizer, own: _Own, *, keeps_schedulers: bool) -> N
 def pack(opt: ClockedOptimizer) -> dict[str, Any]:
     """Attributes for a copy. Accumulators go along: copying a parameter leaves its ``.grad``."""
     state = {name: value for name, value in vars(opt).items() if name not in _DERIVED}
-    state["held"] = opt._pass.accumulator.held()
+    accumulator = opt._pass.accumulator
+    state["held"], norms = accumulator.held(), accumulator.norms
+    state["micro_norms"] = None if norms is None else norms.state_dict(accumulator.grads())
     return state
 
 
 def unpack(opt: ClockedOptimizer, state: dict[str, Any]) -> None:
     """Makes `opt` the wrapper that `pack` described."""
-    held = state.pop("held")
+    held, micro_norms = state.pop("held"), state.pop("micro_norms")
     opt.__dict__.update(state)
     opt._buffers = {}
     opt._backend = ops.make_backend(opt._backend_name)
     opt._build_pass()
+    accumulator = opt._pass.accumulator
     if held:
-        opt._pass.accumulator.restore(held)
+        accumulator.restore(held)
+    if accumulator.norms is not None:
+        accumulator.norms.load_state_dict(micro_norms)

@@ -4,11 +4,21 @@ import pytest
 import torch
 from helpers import clocked_sgd
 
-from stepclock_ext import ClockedOptimizer
+from stepclock_ext import EMA, ClockedOptimizer
 from stepclock_ext.memory import ActivationFit, MemoryLedger, estimate_activation_bytes
 
 MILLION = 1_000_000
 HUGE = 2_476_250_368  # elements; as a 32-bit size it would be negative
+BF16 = {"optimizer": "adamw", "dtype": torch.bfloat16}
+OF_8 = {"gradient_accumulation_steps": 8}
+MIXED = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+OPTIMIZERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "AdamW": lambda params: torch.optim.AdamW(params),
+    "amsgrad": lambda params: torch.optim.Adam(params, amsgrad=True),
+}
+each_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 
 
 def meta(*shape, dtype=torch.float32, requires_grad=True):
@@ -16,11 +26,30 @@ def meta(*shape, dtype=torch.float32, requires_grad=True):
     return torch.nn.Parameter(tensor, requires_grad=requires_grad)
 
 
+def million_bf16():
+    return [meta(1000, 500, dtype=torch.bfloat16), meta(500_000, dtype=torch.bfloat16)]
+
+
 @pytest.mark.parametrize("steps", [4, 64])
-def test_a_million_bf16_parameters_with_adamw(steps):
+def test_a_million_bf16_parameters_with_the_fused_rule(steps):
+    """Parameters 2 MB, fp32 sums 4, fp32 moments 8, no gradients; remainders 2 more."""
+    ledger = MemoryLedger.of(million_bf16(), gradient_accumulation_steps=steps)
+    assert ledger == MemoryLedger(
+        parameter_bytes=2 * MILLION, accumulator_bytes=4 * MILLION, moment_bytes=8 * MILLION
+    )
+    assert ledger.total_bytes == 14 * MILLION
+    masters = MemoryLedger.of(
+        million_bf16(), gradient_accumulation_steps=steps, master_weights=True
+    )
+    assert (masters.master_bytes, masters.moment_bytes) == (2 * MILLION, 8 * MILLION)
+    assert masters.total_bytes == 16 * MILLION
+
+
+@pytest.mark.parametrize("steps", [4, 64])
+def test_a_million_bf16_parameters_with_the_optimizers_own_step(steps):
     """Case 57: 2 + 2 + 4 + 4 MB; 20 MB with fp32 masters and moments; the same for any K > 1."""
-    params = [meta(1000, 500, dtype=torch.bfloat16), meta(500_000, dtype=torch.bfloat16)]
-    ledger = MemoryLedger.of(params, gradient_accumulation_steps=steps)
+    options = {"gradient_accumulation_steps": steps, "fused": False}
+    ledger = MemoryLedger.of(million_bf16(), **options)
     assert ledger == MemoryLedger(
         parameter_bytes=2 * MILLION,
         gradient_bytes=2 * MILLION,
@@ -28,7 +57,7 @@ def test_a_million_bf16_parameters_with_adamw(steps):
         moment_bytes=4 * MILLION,
     )
     assert ledger.total_bytes == 12 * MILLION
-    masters = MemoryLedger.of(params, gradient_accumulation_steps=steps, master_weights=True)
+    masters = MemoryLedger.of(million_bf16(), master_weights=True, **options)
     assert (masters.master_bytes, masters.moment_bytes) == (4 * MILLION, 8 * MILLION)
     assert masters.total_bytes == 20 * MILLION
 
@@ -50,12 +79,20 @@ def test_more_elements_than_32_bits_count():
         ({"optimizer": "adamw"}, 16),
         ({"optimizer": "adam", "amsgrad": True}, 20),
         ({"optimizer": "adamw", "ema": True}, 20),
-        ({"optimizer": "adamw", "gradient_accumulation_steps": 8}, 16),
-        ({"optimizer": "adamw", "accumulate_dtype": torch.float64}, 24),
-        ({"optimizer": "adamw", "dtype": torch.bfloat16}, 8),
-        ({"optimizer": "adamw", "dtype": torch.bfloat16, "ema": True}, 12),
+        ({"optimizer": "adamw", **OF_8}, 16),
+        ({"optimizer": "adamw", "accumulate_dtype": torch.float64, "fused": False}, 24),
         ({"optimizer": "adamw", "dtype": torch.float64, "master_weights": True}, 32),
-        ({"optimizer": "adamw", "accumulate_dtype": torch.bfloat16, "dtype": torch.bfloat16}, 8),
+        ({"optimizer": "adamw", "dtype": torch.float64, "accumulate_dtype": torch.float32}, 32),
+        ({"optimizer": "adamw", "fused": False, "master_weights": True}, 16),
+        (BF16, 2 + 2 + 4),
+        ({**BF16, "ema": True}, 2 + 2 + 4 + 4),
+        ({**BF16, **OF_8, "accumulate_dtype": torch.bfloat16}, 2 + 2 + 4),
+        ({**BF16, "accumulate_dtype": torch.float32}, 2 + 4 + 8),
+        ({**BF16, "master_weights": True}, 2 + 2 + 2 + 8),
+        ({**BF16, "master_weights": True, "fused": False}, 2 + 2 + 4 + 8),
+        ({**BF16, "dtype": torch.float16, "master_weights": True}, 2 + 2 + 4 + 8),
+        ({**BF16, **OF_8, "optimizer": "sgd"}, 2 + 4),
+        ({**BF16, **OF_8, "amsgrad": True, "ema": True}, 2 + 4 + 12 + 4),
     ],
 )
 def test_bytes_a_parameter(options, bytes_each):
@@ -76,16 +113,7 @@ def test_tied_parameters_count_once_and_frozen_ones_are_only_kept(device):
     assert MemoryLedger.of([w, w]) == MemoryLedger.of(iter([w]))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda params: torch.optim.SGD(params, lr=0.1),
-        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-        lambda params: torch.optim.AdamW(params),
-        lambda params: torch.optim.Adam(params, amsgrad=True),
-    ],
-    ids=["SGD", "SGD with momentum", "AdamW", "Adam with amsgrad"],
-)
+@each_optimizer
 def test_the_ledger_is_what_the_tensors_of_a_run_take(make):
     model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.BatchNorm1d(40))
     inner = make(model.parameters())
@@ -100,6 +128,44 @@ def test_the_ledger_is_what_the_tensors_of_a_run_take(make):
     assert ledger.gradient_bytes == sum(p.grad.nbytes for p in params)
     assert ledger.moment_bytes == sum(v.nbytes for v in moments if v is not None and v.dim())
     assert ledger.buffer_bytes == sum(b.nbytes for b in model.buffers())
+
+
+@each_optimizer
+@pytest.mark.parametrize("dtypes", [*([dtype] for dtype in MIXED), MIXED], ids=str)
+@pytest.mark.parametrize("masters", [False, True], ids=["no masters", "masters"])
+@pytest.mark.parametrize("sums", [None, torch.float32], ids=["own sums", "fp32 sums"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_ledger_is_what_a_wrapper_holds_after_an_update(make, dtypes, masters, sums, steps):
+    """Its gradients are counted at the last backward; step counters are left out."""
+    sums = None if dtypes == [torch.float64] else sums  # refused there
+    sizes = [(), (7, 5), (0,), (20_011,)]
+    params = [torch.nn.Parameter(torch.ones(n, dtype=dtype)) for dtype in dtypes for n in sizes]
+    options = {"gradient_accumulation_steps": steps, "accumulate_dtype": sums}
+    inner, ema = make(params), EMA(0.9)
+    opt = ClockedOptimizer(inner, master_weights=masters, ema=ema, **options)
+    for number in range(1, 2 * steps + 1):
+        opt.backward(sum(p.double().square().sum() for p in params))
+        grads = [p.grad for p in params if p.grad is not None]
+        assert opt.step().updated == (number % steps == 0)
+    moments = [t for state in inner.state.values() for key, t in state.items() if key != "step"]
+    saved = opt.state_dict()["stepclock"]
+    assert MemoryLedger.of(
+        params, optimizer=inner, master_weights=masters, ema=True, **options
+    ) == (
+        MemoryLedger(
+            parameter_bytes=num_bytes(params),
+            gradient_bytes=num_bytes(grads),
+            accumulator_bytes=num_bytes(opt._buffers.values()),
+            master_bytes=num_bytes((saved["masters"] or {}).values()),
+            moment_bytes=num_bytes(moments),
+            ema_bytes=num_bytes(saved["ema"]["averages"].values()),
+        )
+    )
+
+
+def num_bytes(tensors):
+    """Of all that is there; a momentum buffer may not be."""
+    return sum(t.nbytes for t in tensors if t is not None)
 
 
 def test_the_table_shows_what_a_peak_does_not_explain():
@@ -137,6 +203,16 @@ def test_activations_are_estimated_or_fitted():
         (lambda: MemoryLedger.of(1, momentum=True), ValueError, "must go with sgd, got adamw"),
         (lambda: MemoryLedger.of(1, gradient_accumulation_steps=0), ValueError, "got 0"),
         (lambda: MemoryLedger.of(1, activation_bytes=-1), ValueError, "0 or more, got -1"),
+        (
+            lambda: MemoryLedger.of(1, accumulate_dtype=torch.float64),
+            ValueError,
+            "accumulate_dtype must be torch.float32 for .* got torch.float64; pass fused=False",
+        ),
+        (
+            lambda: MemoryLedger.of(1, dtype=torch.float16, accumulate_dtype=torch.bfloat16),
+            ValueError,
+            "must be torch.float32 or torch.float16 for .* got torch.bfloat16; ",
+        ),
         (lambda: ActivationFit.through((4, 10), (4, 10)), ValueError, "must differ"),
         (lambda: ActivationFit.through((4, 10), (8, 9)), ValueError, "larger peak"),
         (
