@@ -5,10 +5,16 @@
 // has one writer, and every sum is added in a fixed order.
 #pragma once
 
+#ifdef STEPCLOCK_SIMULATOR
+#include "cuda_simulator.h"
+#else
+#include <cuda_runtime_api.h>
+#endif
+
 #include <cstdint>
 
 #include "contract.h"
-#include "table.h"
+#include "view.h"
 
 namespace stepclock {
 namespace cuda {
