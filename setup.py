@@ -1,13 +1,16 @@
 """Builds the native modules through ninja; needs a C++ compiler, pybind11 and ninja, never torch.
 
-STEPCLOCK_NATIVE unset: what cannot be built is left out, and one line on stderr says so.
-STEPCLOCK_NATIVE=1: what cannot be built is an error.
-STEPCLOCK_NATIVE=0: nothing is built.
+STEPCLOCK_NATIVE, the C++ kernels; unset: where they cannot be built they are left out, and one line
+on stderr says so; 1: that is an error; 0: nothing native is built.
+STEPCLOCK_CUDA, the CUDA kernels: auto (or unset), 1 and 0 likewise. They are built where nvcc is
+found, whether the machine has a GPU or not, for STEPCLOCK_CUDA_ARCHS ("80;90"; the last one also as
+PTX for whatever comes after it).
 
 A further module is a further entry in TARGETS: its sources, and the function that writes its edges.
 """
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -44,6 +47,15 @@ if IS_X86_64:
     ISA_FLAGS["avx512"] = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512"
 
 
+# -fmad=false: the bits of the CPU. The runtime is linked in, so nvcc's version need not be torch's.
+NVCC_FLAGS = "-O3 -std=c++17 -fmad=false -DSTEPCLOCK_ISA=gpu -Xcompiler -fPIC,-fvisibility=hidden"
+NVCC_LINK_FLAGS = "-shared --cudart static"
+# Older ones have no -std=c++17 for device code that is worth building for.
+MIN_NVCC = (12, 0)
+# Ampere, Ada, Hopper and both Blackwells, as far as the compiler knows them.
+CUDA_ARCHS = "80;86;89;90;100;120"
+
+
 class CannotBuildError(Exception):
     """A module cannot be built here: what is missing, and what to do about it."""
 
@@ -57,6 +69,7 @@ class Target:
     """One native module: its sources, and the function that writes its edges into a ninja file."""
 
     title: str
+    switch: str
     sources: list[str]
     write: Callable[["Writer", list[str], Path, str], None]
 
@@ -117,14 +130,103 @@ def write_cpu(ninja: "Writer", sources: list[str], build_dir: Path, module: str)
     ninja.build(module, "link", objects)
 
 
+@dataclass(frozen=True)
+class Nvcc:
+    """A CUDA compiler: its path, and its version as two numbers."""
+
+    path: str
+    version: tuple[int, int]
+
+
+def find_nvcc() -> Nvcc:
+    """The compiler of $CUDA_HOME, on PATH, or in /usr/local/cuda."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    places = [f"{home}/bin"] if home else [None, "/usr/local/cuda/bin"]
+    path = next((found for place in places if (found := shutil.which("nvcc", path=place))), None)
+    if path is None:
+        where = f"in CUDA_HOME={home}" if home else "on PATH or in /usr/local/cuda"
+        raise CannotBuildError(f"no nvcc {where}", "install the CUDA toolkit or set CUDA_HOME")
+    told = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+    release = re.search(r"release (\d+)\.(\d+)", told)
+    version = (int(release[1]), int(release[2])) if release else (0, 0)
+    if version < MIN_NVCC:
+        found, least = (".".join(map(str, numbers)) for numbers in (version, MIN_NVCC))
+        raise CannotBuildError(
+            f"nvcc {found} at {path} is older than {least}", "install a newer CUDA toolkit"
+        )
+    return Nvcc(path, version)
+
+
+def choose_archs(nvcc: Nvcc) -> list[str]:
+    """What is asked for, or what the compiler knows of our own list."""
+    asked = os.environ.get("STEPCLOCK_CUDA_ARCHS", "").strip()
+    wanted = [arch for arch in re.split(r"[;,\s]+", asked or CUDA_ARCHS) if arch]
+    told = subprocess.run([nvcc.path, "--list-gpu-arch"], capture_output=True, text=True).stdout
+    known = {line.strip().removeprefix("compute_") for line in told.splitlines()}
+    unknown = [arch for arch in wanted if arch not in known]
+    if asked and unknown:
+        version = ".".join(map(str, nvcc.version))
+        raise CannotBuildError(
+            f"nvcc {version} does not know {', '.join(unknown)} of STEPCLOCK_CUDA_ARCHS={asked}",
+            "leave them out",
+        )
+    return [arch for arch in wanted if arch in known]
+
+
+def write_cuda(ninja: "Writer", sources: list[str], build_dir: Path, module: str) -> None:
+    """Write the edges of the CUDA kernels; the binding is C++ and goes through nvcc as well."""
+    nvcc = find_nvcc()
+    archs = choose_archs(nvcc)
+    codes = [f"-gencode arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    codes.append(f"-gencode arch=compute_{archs[-1]},code=compute_{archs[-1]}")
+    ninja.variable("nvcc", f"{shlex.quote(nvcc.path)} -ccbin {shlex.quote(find_compiler())}")
+    ninja.variable("nvccflags", f"{NVCC_FLAGS} -Icsrc {link_includes(build_dir)}")
+    ninja.variable("codes", " ".join(codes))
+    ninja.rule(
+        "nvcc",
+        "$nvcc -MD -MF $out.d $nvccflags $flags -c $in -o $out",
+        description="NVCC $out",
+        depfile="$out.d",
+        deps="gcc",
+    )
+    ninja.rule("link", f"$nvcc {NVCC_LINK_FLAGS} $in -o $out", description="LINK $out")
+    objects = []
+    for source in sources:
+        is_binding = source.endswith(".cpp")
+        listed = f"-DSTEPCLOCK_CUDA_ARCHS='\\\"{' '.join(archs)}\\\"'"
+        objects.append(f"$builddir/{Path(source).stem}.o")
+        flags = listed if is_binding else "$codes"
+        ninja.build(objects[-1], "nvcc", source, variables={"flags": flags})
+    ninja.build(module, "link", objects)
+
+
 def sources_in(folder: str, pattern: str) -> list[str]:
     """The files of a folder of csrc that match, relative to the root, in a fixed order."""
     return sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / folder).glob(pattern))
 
 
 TARGETS = {
-    "stepclock_ext._C": Target("the C++ kernels", sources_in("csrc/cpu", "*.cpp"), write_cpu),
+    "stepclock_ext._C": Target(
+        "the C++ kernels", "STEPCLOCK_NATIVE", sources_in("csrc/cpu", "*.cpp"), write_cpu
+    ),
+    "stepclock_ext._CUDA": Target(
+        "the CUDA kernels",
+        "STEPCLOCK_CUDA",
+        [*sources_in("csrc/cuda", "*.cu"), *sources_in("csrc/cuda", "*.cpp")],
+        write_cuda,
+    ),
 }
+
+
+def read_switch(name: str) -> str:
+    """What a switch asks for: "0", "1", or "" for what can be built."""
+    asked = os.environ.get(name, "")
+    if asked == "auto" and name == "STEPCLOCK_CUDA":
+        return ""
+    if asked not in ("", "0", "1"):
+        others = "0, 1, auto or unset" if name == "STEPCLOCK_CUDA" else "0, 1 or unset"
+        raise SystemExit(f"stepclock_ext: {name} must be {others}, got {asked}")
+    return asked
 
 
 class NinjaBuild(build_ext):
@@ -146,19 +248,17 @@ class NinjaBuild(build_ext):
         """Build one module, or say in one line why it is left out."""
         output = Path(self.get_ext_fullpath(ext.name))
         output.unlink(missing_ok=True)
-        asked = os.environ.get("STEPCLOCK_NATIVE", "")
-        if asked not in ("", "0", "1"):
-            raise SystemExit(f"stepclock_ext: STEPCLOCK_NATIVE must be 0, 1 or unset, got {asked}")
-        if asked == "0":
+        target = TARGETS[ext.name]
+        title, asked = target.title, read_switch(target.switch)
+        if asked == "0" or read_switch("STEPCLOCK_NATIVE") == "0":
             return
-        title = TARGETS[ext.name].title
         try:
             built = self.run_ninja(ext.name)
         except CannotBuildError as e:
             if asked == "1":
-                message = f"stepclock_ext: STEPCLOCK_NATIVE=1 asks for {title}, but {e}"
-                raise SystemExit(f"{message}; {e.way_out}, or unset STEPCLOCK_NATIVE") from e
-            message = f"stepclock_ext: left out {title} (plain PyTorch does their work): {e}"
+                message = f"stepclock_ext: {target.switch}=1 asks for {title}, but {e}"
+                raise SystemExit(f"{message}; {e.way_out}, or unset {target.switch}") from e
+            message = f"stepclock_ext: left out {title} (other backends do their work): {e}"
             print(f"{message}; {e.way_out}, then install again", file=sys.stderr)
             return
         output.parent.mkdir(parents=True, exist_ok=True)

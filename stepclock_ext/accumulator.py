@@ -6,8 +6,7 @@ others in place; or, caught by a hook, to a sum of our own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from operator import is_
 
 import torch
@@ -18,39 +17,9 @@ from .caught_gradients import CaughtGradients
 from .noise_scale import MicroNorms
 from .norm_ride import NormRide
 from .parameters import ParameterRows
+from .window_gradients import WindowGradients
 
-__all__ = ["Accumulator", "WindowGradients"]
-
-
-@dataclass(frozen=True, eq=False)
-class WindowGradients:
-    """The gradients at the end of a window, in a state that ops can walk.
-
-    Attributes:
-        grads: one a row; None where the parameter took no part.
-        walked: rows for the fast backend.
-        odd: rows that plain PyTorch has to work on (sparse gradients, other devices or dtypes).
-    """
-
-    grads: list[Tensor | None]
-    walked: tuple[int, ...]
-    odd: tuple[int, ...]
-
-    @property
-    def is_empty(self) -> bool:
-        """No parameter holds a gradient."""
-        return not self.walked and not self.odd
-
-    @property
-    def is_complete(self) -> bool:
-        """Every parameter holds a gradient."""
-        return len(self.walked) + len(self.odd) == len(self.grads)
-
-    def of(self, rows: tuple[int, ...]) -> list[Tensor]:
-        """The gradients of `rows`, all of which are present."""
-        if len(rows) == len(self.grads):
-            return self.grads  # type: ignore[return-value]
-        return [grad for row in rows if (grad := self.grads[row]) is not None]
+__all__ = ["Accumulator"]
 
 
 class Accumulator:
@@ -106,6 +75,11 @@ class Accumulator:
         """The next gradients are those of the window's last micro step, or they are not."""
         self.caught.is_last = is_last
 
+    def begin_backward(self) -> None:
+        """Sees to it that gradients come to us, also if another wrapper was here meanwhile."""
+        if not self.caught.is_watching():
+            self.caught.watch()
+
     def end_micro_step(self, weight: float) -> None:
         """The gradients of a micro step of this weight are all in."""
         self.caught.settle()
@@ -160,16 +134,37 @@ class Accumulator:
     def restore(self, accumulators: dict[int, Tensor]) -> None:
         """Makes `accumulators` the open window's, as `held` gave them."""
         for row, p in enumerate(self.rows.params):
-            is_caught = row in self.caught.rows and not _is_sparse(accumulators.get(row))
-            p.grad = None if is_caught else accumulators.get(row)
-        dense = {row: total for row, total in accumulators.items() if not _is_sparse(total)}
-        self.caught.restore(dense)
+            p.grad = None if self._is_caught(row, accumulators) else accumulators.get(row)
+        ours = {r: t for r, t in accumulators.items() if self._is_caught(r, accumulators)}
+        self.caught.restore(ours)
         self._held = self.grads() if accumulators else None
         self._seen = self._sample()
+
+    def _is_caught(self, row: int, sums: Mapping[int, Tensor]) -> bool:
+        """Whether a sum of the row does not lie in ``.grad``: all but sparse ones of own dtype."""
+        wide, total = row in self.rows.wide, sums.get(row)
+        is_sparse = total is not None and total.layout != torch.strided
+        return row in self.caught.rows and (wide or not is_sparse)
+
+    def take(self) -> dict[Tensor, Tensor]:
+        """The caught sums by parameter, before this accumulator gives way to another."""
+        self.caught.settle()
+        rows, caught = self.rows, self.caught
+        return {rows.params[r]: t for r in caught.rows if (t := caught.sum(r)) is not None}
+
+    def put(self, sums: Mapping[Tensor, Tensor]) -> None:
+        """Goes on from the sums that another accumulator gave."""
+        held = {r: sums[p] for r, p in enumerate(self.rows.params) if p in sums}
+        for row, total in held.items():
+            if not self._is_caught(row, held):
+                p = self.rows.params[row]
+                p.grad = total.to(p.dtype)
+        self.caught.restore({r: t for r, t in held.items() if self._is_caught(r, held)})
 
     def forget_caught(self) -> None:
         """Drops the sums that do not lie in ``.grad``, and what is known of their norms."""
         self.caught.clear()
+        self._seen = self._sample()
         if self.norms is not None:
             self.norms.clear()
 
@@ -178,7 +173,6 @@ class Accumulator:
         for p in self.rows.params:
             p.grad = None
         self._held = None
-        self._seen = [(0, self.caught.arrivals)]
         self.ride.clear()
         self.forget_caught()
         self.slots.zero_()
@@ -225,7 +219,7 @@ class Accumulator:
         if self._held is None or all(map(is_, self._held, grads)):
             return
         for row, (before, now) in enumerate(zip(self._held, grads, strict=True)):
-            if before is now or before is None:
+            if before is now or before is None or now is self.caught.sum(row) is not None:
                 continue
             if now is not None and (now.requires_grad or now.is_sparse != before.is_sparse):
                 continue  # create_graph=True and sparse + dense make a new sum
@@ -293,7 +287,3 @@ class Accumulator:
         packed = packed.detach().copy_(grad)
         p.grad = packed
         return packed
-
-
-def _is_sparse(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.layout != torch.strided

@@ -6,13 +6,13 @@ So are 16-bit gradients that are summed in fp32, and every gradient whose norm i
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from . import ops
+from .gradient_hook import GradientHook, has_hook, remove_hooks
 from .parameters import ParameterRows, register_hook
 
 __all__ = ["CaughtGradients"]
@@ -65,6 +65,7 @@ class CaughtGradients:
         self._slots = slots
         self._buffers = buffers
         self._sums: dict[int, Tensor] = {}
+        self._has_sparse = False
         self._counts: dict[int, int] = {}
         self._measured: dict[int, int] = {}
         self._in_micro_step: set[int] = set()
@@ -72,16 +73,29 @@ class CaughtGradients:
         self._waiting_elements = 0
         self._complete: list[Tensor] = []
         self._lock = threading.Lock()  # a backward over several devices calls hooks from each
+        self.watch()
+
+    def watch(self) -> None:
+        """Puts our hooks on the parameters, and takes off those of a wrapper before us."""
+        for row, p in enumerate(self._all.params):
+            if row in self.rows:
+                self._watch(row)
+            elif p._post_accumulate_grad_hooks:
+                remove_hooks(p, None)
+
+    def is_watching(self) -> bool:
+        """Whether the first row's hook is still ours: another wrapper may have come since."""
         for row in self.rows:
-            self._watch(row)
+            return has_hook(self._all.params[row], self)
+        return True
 
     def sum(self, row: int) -> Tensor | None:
         """The row's window sum; None where no gradient has come."""
         return self._sums.get(row)
 
     def all_sums(self) -> list[Tensor] | None:
-        """The sums of all rows, if every one is here; the same list while they are the same."""
-        if len(self._sums) < len(self._all.params):
+        """The sums of all rows, if every one is here and dense; the same list while it can be."""
+        if len(self._sums) < len(self._all.params) or self._has_sparse:
             return None
         sums = [self._sums[row] for row in self._all.every_row]
         if not (
@@ -97,7 +111,7 @@ class CaughtGradients:
             p = self._all.params[row]
             if p.grad is not None:
                 self._watch(row)
-                self._catch(row)
+                self.catch(row)
         with self._lock:
             self._flush()
 
@@ -119,13 +133,19 @@ class CaughtGradients:
         """Makes `sums` those of the open window."""
         self.clear()
         for row in self.rows & sums.keys():
-            total = self._new_sum(row) if self._is_wide(row) else torch.empty_like(sums[row])
-            self._sums[row] = total.copy_(sums[row])
+            if sums[row].layout != torch.strided:
+                self._sums[row] = sums[row].to(torch.float32).coalesce()
+                self._has_sparse = True
+            else:
+                p = self._all.params[row]
+                like = self._new_sum(row) if self._is_wide(row) else torch.empty_like(p)
+                self._sums[row] = like.detach().copy_(sums[row])
             self._counts[row] = 2  # however many: none of them is known by itself any more
 
     def clear(self) -> None:
         """A new window. fp32 sums stay allocated."""
         self._sums.clear()
+        self._has_sparse = False
         self._counts.clear()
         self._measured.clear()
         self._in_micro_step.clear()
@@ -137,16 +157,18 @@ class CaughtGradients:
             self._complete = []
 
     def _watch(self, row: int) -> None:
-        """Puts our hook on the parameter, instead of an older one of ours."""
         p = self._all.params[row]
-        hooks = p._post_accumulate_grad_hooks or {}
-        for key, hook in list(hooks.items()):
-            if isinstance(hook, _Catch):
-                if hook.is_for(self, row):
-                    return
-                del hooks[key]
-        if p.requires_grad:
-            register_hook(p, _Catch(self, row))
+        if remove_hooks(p, self):
+            return
+        # A frozen parameter takes no hook, and may be thawed later.
+        frozen = not p.requires_grad
+        if frozen:
+            p.requires_grad_(True)
+        try:
+            register_hook(p, GradientHook(self, row))
+        finally:
+            if frozen:
+                p.requires_grad_(False)
 
     def _is_wide(self, row: int) -> bool:
         return row in self._all.wide
@@ -154,22 +176,25 @@ class CaughtGradients:
     def _new_sum(self, row: int) -> Tensor:
         p = self._all.params[row]
         buffer = self._buffers.get(p)
-        if buffer is None or buffer.shape != p.shape or buffer.device != p.device:
+        if buffer is None or not _lies_like(buffer, p):
             buffer = torch.empty_like(p, dtype=torch.float32, requires_grad=False)
             self._buffers[p] = buffer
         return buffer
 
-    def _catch(self, row: int) -> None:
-        """Takes the row's gradient out of ``.grad``."""
+    def catch(self, row: int) -> None:
+        """Takes the row's gradient out of ``.grad``; what the hooks call."""
         p = self._all.params[row]
         grad = p.grad
         if grad is None:
             self.taken = row
             return
         if grad.layout != torch.strided:
-            if row not in self._sums and row not in self._waiting:
-                return  # sparse: autograd keeps the sum, and plain PyTorch works on it
-            grad = grad.to_dense()
+            if not self._is_wide(row):
+                return  # autograd adds sparse ones exactly, and plain PyTorch works on them
+            with self._lock:
+                self._flush()
+                self._add_sparse(row, grad.detach())
+            return
         with self._lock:
             if row in self._waiting:
                 self._flush()
@@ -200,8 +225,10 @@ class CaughtGradients:
 
     def _fits(self, row: int) -> bool:
         """Whether a kernel can add the gradient that waits."""
+        total = self._sums.get(row)
         return (
-            row in self._all.walked
+            (total is None or _lies_like(total, self._all.params[row]))
+            and row in self._all.walked
             and self._all.fits(row)
             and self._all.matches(row, self._waiting[row])
         )
@@ -234,9 +261,26 @@ class CaughtGradients:
             if self.is_last:
                 self._measured[row] = total._version
 
+    def _add_sparse(self, row: int, grad: Tensor) -> None:
+        """In fp32, and coalesced: torch does neither for 16 bits."""
+        self._all.params[row].grad = None
+        self.arrivals += 1
+        self.repeated = True
+        wide, total = grad.to(torch.float32).coalesce(), self._sums.get(row)
+        self._has_sparse = True
+        if total is None:
+            self._sums[row] = wide
+        elif total.layout == torch.strided:
+            total += wide
+        else:
+            self._sums[row] = (total + wide).coalesce()
+        self._counts[row] = self._counts.get(row, 0) + 1
+
     def _add_plainly(self, row: int, grad: Tensor) -> None:
         """For devices and layouts that the backend does not walk; such a norm is not known."""
         self.repeated = True
+        if row in self._sums and self._sums[row].layout != torch.strided:
+            self._sums[row] = self._new_sum(row).copy_(self._sums[row].to_dense())
         if row in self._sums:
             self._sums[row] += grad
         elif self._is_wide(row):
@@ -247,18 +291,10 @@ class CaughtGradients:
         self._counts[row] = self._counts.get(row, 0) + 1
 
 
-class _Catch:
-    """The hook on one parameter; it does not keep its owner alive."""
-
-    def __init__(self, owner: CaughtGradients, row: int) -> None:
-        self._owner = weakref.ref(owner)
-        self._row = row
-
-    def is_for(self, owner: CaughtGradients, row: int) -> bool:
-        """Whether this is already the hook of that owner."""
-        return self._owner() is owner and self._row == row
-
-    def __call__(self, p: Tensor) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner._catch(self._row)
+def _lies_like(total: Tensor, p: Tensor) -> bool:
+    """Whether a sum has the shape, strides and device of its parameter."""
+    return total.layout == p.layout and (total.shape, total.stride(), total.device) == (
+        p.shape,
+        p.stride(),
+        p.device,
+    )

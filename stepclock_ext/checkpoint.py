@@ -182,6 +182,7 @@ def load_checkpoint(
     given = {name: value for name, value in options.items() if value is not None}
     optimizer.load_state_dict(saved["optimizer"], **given)
     model.load_state_dict(saved["model"])
+    optimizer._companions.settle_all()
     random.restore()
     clock = optimizer.clock
     return Resume(path, clock.epoch, clock.micro_step_in_epoch, saved["extra"], random)

@@ -80,6 +80,7 @@ def _run_inner(
     """The inner update, from an evaluation that was accepted; all or nothing."""
     inner, first = opt.optimizers[0], evaluations.measurement
     undo = _snapshot(inner)
+    opt._companions.start(opt._pass.rows)
     evaluations.replay = loss
     try:
         inner.step(evaluations.evaluate)
@@ -92,6 +93,7 @@ def _run_inner(
         window.broken = "the closure or the update raised"
         raise
     opt._window = window
+    opt._companions.finish(opt._pass.rows, frozenset(), first.stats)
     return opt._settle_update(first)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -56,13 +56,13 @@ def read(opt: ClockedOptimizer, own: dict[str, Any]) -> SavedCompanions:
         _check_shapes(opt, "master", masters)
     if ema is not None:
         _check_shapes(opt, "average", ema["averages"])
-        ema = {"updates": int(ema["updates"]), "averages": dict(ema["averages"])}
+        ema = {"updates": operator.index(ema["updates"]), "averages": dict(ema["averages"])}
     if norms is not None:
         norms = {"total": float(norms["total"]), "num_micro": int(norms["num_micro"])}
     return SavedCompanions(
         masters=None if masters is None else dict(masters),
         ema=ema,
-        rounding_seed=None if seed is None else int(seed),
+        rounding_seed=None if seed is None else operator.index(seed),
         noise=None if noise is None else NoiseScale(**noise),
         micro_norms=norms,
     )
@@ -80,27 +80,26 @@ def _check_shapes(opt: ClockedOptimizer, what: str, tensors: dict[int, Tensor]) 
             )
 
 
-def apply(opt: ClockedOptimizer, saved: SavedCompanions | None) -> None:
-    """Takes over `saved`; None is the state of a bare optimizer. Says what is lost or made."""
-    params, along = opt._pass.rows.params, opt._companions
+def apply(opt: ClockedOptimizer, saved: SavedCompanions | None) -> list[str]:
+    """Takes over `saved`; None is the state of a bare optimizer. Returns what is lost or made."""
+    params, along, said = opt._pass.rows.params, opt._companions, []
     saved = saved or SavedCompanions(None, None, None, None, None)
     if along.masters is not None:
-        along.masters.load_state_dict(params, saved.masters or {})
+        misfits = along.masters.load_state_dict(params, saved.masters or {})
         if saved.masters is None:
-            _say("created master weights from the 16-bit parameters: the state holds none")
+            said.append("created master weights from the 16-bit parameters: the state has none")
+        if misfits:
+            said.append(f"dropped the masters of {misfits} parameters of another dtype or shape")
     elif saved.masters:
-        _say("dropped the master weights of the state: master_weights=False here")
+        said.append("dropped the master weights of the state: master_weights=False here")
     if along.ema is not None:
         along.ema.load_state_dict(params, saved.ema or {"updates": 0, "averages": {}})
         if saved.ema is None:
-            _say("the averages start from the parameters as they are: the state holds none")
+            said.append("the averages start from the parameters as they are: the state has none")
     elif saved.ema is not None:
-        _say("dropped the averaged weights of the state: ema=None here")
+        said.append("dropped the averaged weights of the state: ema=None here")
     if along.rounding_seed is not None and saved.rounding_seed is not None:
         along.rounding_seed = saved.rounding_seed
     if opt._noise is not None:
         opt._noise = saved.noise or NoiseScale()
-
-
-def _say(what: str) -> None:
-    warnings.warn(f"{_WHERE}: {what}", UserWarning, stacklevel=2)
+    return said

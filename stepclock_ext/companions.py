@@ -48,7 +48,18 @@ class ParameterCompanions:
     def start(self, rows: ParameterRows) -> None:
         """Averages begin as copies of the parameters, before their first update."""
         if self.ema is not None:
-            self.ema.column(rows.params)
+            value_of = None if self.masters is None else self.masters.value
+            self.ema.column(rows.params, value_of)
+
+    def follow(self, bound: BoundGroup) -> None:
+        """A step hook may have written parameters since `prepare`."""
+        if self.masters is not None:
+            self.masters.follow(bound.params)
+
+    def settle_all(self) -> None:
+        """The parameters are those that the masters belong to: a model has just been loaded."""
+        if self.masters is not None:
+            self.masters.settle_all()
 
     def finish(self, rows: ParameterRows, moved: Set[int], stats: Tensor) -> None:
         """Ends an update: moves the averages of all rows but those in `moved`."""
@@ -58,6 +69,8 @@ class ParameterCompanions:
         walked = tuple(row for row in rest if row in rows.walked and rows.fits(row))
         if walked:
             params = [rows.params[row] for row in walked]
+            if self.masters is not None:
+                self.masters.follow(params)
             masters = None if self.masters is None else self.masters.column(params)
             along = self._companions(masters, self.ema.column(params), None)
             ops.move_average_(params, stats, rows.layout(walked), along)

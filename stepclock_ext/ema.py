@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -97,13 +97,24 @@ class EMA:
         found = self._averages.get(p)
         return _start(p) if found is None else found
 
-    def column(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """The averages of `params`, begun where they are new."""
+    def column(
+        self, params: Sequence[Tensor], value_of: Callable[[Tensor], Tensor] | None = None
+    ) -> list[Tensor]:
+        """The averages of `params`, begun where they are new.
+
+        Args:
+            params: parameters.
+            value_of: gives a new one's exact value where it has more than the parameter tells.
+        """
         for p in params:
-            found = self._averages.get(p)
-            if found is None or found.shape != p.shape or found.device != p.device:
-                self._averages[p] = _start(p)
-                self.generation += 1
+            found, dtype = self._averages.get(p), _WIDE.get(p.dtype, p.dtype)
+            if found is not None and found.shape == p.shape and found.device == p.device:
+                if found.dtype == dtype:
+                    continue
+                self._averages[p] = found.to(dtype)  # model.double(), say
+            else:
+                self._averages[p] = (value_of or _start)(p).to(dtype)
+            self.generation += 1
         return [self._averages[p] for p in params]
 
     @contextmanager

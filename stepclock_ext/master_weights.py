@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,49 +34,57 @@ class MasterWeights:
 
     def follow(self, params: Sequence[Tensor]) -> None:
         """Starts anew from parameters that were written from outside; before an update."""
-        versions = self._versions
         for p in params:
-            if versions.get(p, p._version) != p._version and p in self._masters:
-                _restart_(self._masters[p], p)
+            master, version = self._masters.get(p), self._versions.get(p)
+            if master is None or version == p._version:
+                continue
+            if version is not None:
+                _restart_(master, p)
+            elif not _is_remainder(master):  # loaded: where the two differ, p was written since
+                master.copy_(torch.where(master.to(p.dtype) == p, master, p.detach()))
 
-    def settle(self, params: Sequence[Tensor]) -> None:
-        """Remembers `params` as this update left them."""
+    def settle(self, params: Iterable[Tensor]) -> None:
+        """Remembers `params` as an update or a load left them."""
         for p in params:
             self._versions[p] = p._version
 
+    def settle_all(self) -> None:
+        """Remembers every parameter that has a master as it is."""
+        self.settle(self._masters)
+
     def value(self, p: Tensor) -> Tensor:
-        """The fp32 value of `p`, a new tensor."""
+        """The value of `p` as a new tensor, fp32 where it has 16 bits."""
+        if p.dtype not in ops.HALVES:
+            return p.detach().clone()
         master = self._masters.get(p)
-        if master is not None:
-            self.follow([p])
-            return ops.join(p.detach(), master) if _is_remainder(master) else master.clone()
-        return p.detach().to(torch.float32, copy=True) if p.dtype in ops.HALVES else p.detach()
+        if master is None:
+            return p.detach().to(torch.float32)
+        self.follow([p])
+        return ops.join(p.detach(), master) if _is_remainder(master) else master.clone()
 
     def state_dict(self, params: Sequence[Tensor]) -> dict[int, Tensor]:
         """The masters by the index of their parameter; as for moments, no copies."""
         self.follow(params)
         return {i: self._masters[p] for i, p in enumerate(params) if p in self._masters}
 
-    def load_state_dict(self, params: Sequence[Tensor], saved: dict[int, Tensor]) -> None:
-        """Takes over what fits; the parameters may be loaded before or after this."""
+    def load_state_dict(self, params: Sequence[Tensor], saved: dict[int, Tensor]) -> int:
+        """Takes over what fits; the parameters may be loaded before or after this.
+
+        Returns:
+            How many do not fit: they are of a parameter of another dtype or shape.
+        """
         self._masters.clear()
         self._versions.clear()
         self.generation += 1
-        misfits = []
+        misfits = 0
         for index, master in saved.items():
             p = params[index]
             if master.shape == p.shape and master.dtype == _dtype_beside(p):
                 copied = torch.empty_like(p, dtype=master.dtype, requires_grad=False)
                 self._masters[p] = copied.copy_(master)
             else:
-                misfits.append(index)
-        if misfits:
-            warnings.warn(
-                f"ClockedOptimizer.load_state_dict: dropped the masters of {len(misfits)} "
-                "parameters, which are of another dtype or shape here; their masters start from "
-                "the parameters as they are",
-                stacklevel=2,
-            )
+                misfits += 1
+        return misfits
 
     def _of(self, p: Tensor) -> Tensor:
         master = self._masters.get(p)
@@ -86,11 +92,9 @@ class MasterWeights:
             master = torch.empty_like(p, dtype=_dtype_beside(p), requires_grad=False)
             _restart_(master, p)
             self._masters[p] = master
+            self._versions[p] = p._version
             self.generation += 1
         return master
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_versions": {}}  # a copied parameter counts its versions anew
 
 
 def _dtype_beside(p: Tensor) -> torch.dtype | None:

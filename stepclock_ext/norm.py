@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .accumulator import Accumulator, WindowGradients
+from .accumulator import Accumulator
+from .window_gradients import WindowGradients
 
 __all__ = ["Measurement", "measure", "nonfinite_rows"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -12,7 +13,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from . import arguments, closure_step, ops, plan_binding, wrapper_state
-from .accumulator import WindowGradients
 from .clock import StepClock
 from .companions import ParameterCompanions, new_rounding_seed
 from .eager import run_eagerly
@@ -23,12 +23,13 @@ from .master_weights import MasterWeights
 from .noise_scale import NoiseSample, NoiseScale
 from .norm import Measurement
 from .plan import TrainPlan
-from .precision import check_precision, is_many_processes
+from .precision import check_pairs, check_precision, is_many_processes
 from .remapped_curve import RemappedCurve
 from .schedulers import AttachedSchedulers
 from .step_info import StepInfo
 from .update_pass import ClipSettings, PassSettings, UpdatePass
 from .window import Window
+from .window_gradients import WindowGradients
 from .window_settings import WindowSettings
 
 __all__ = ["ClockedOptimizer"]
@@ -152,7 +153,7 @@ class ClockedOptimizer(OptimizerFacade):
             rounding_seed=new_rounding_seed() if self._precision.stochastic else None,
         )
         self._buffers: dict[Tensor, Tensor] = {}
-        self._schedulers = AttachedSchedulers([self, *self.optimizers])
+        self._schedulers = AttachedSchedulers()
         self._build_pass()
         self._attach_first(list(schedulers))
         if ema is not None:
@@ -205,7 +206,6 @@ class ClockedOptimizer(OptimizerFacade):
             RuntimeError: an earlier backward of this window failed; call `discard()`.
         """
         self._refuse_broken("backward")
-        self._refuse_swapped("backward")
         amount = arguments.check_weight(weight)
         arguments.check_loss(loss, needs_grad=amount > 0)
         self._refresh_rows()
@@ -215,6 +215,7 @@ class ClockedOptimizer(OptimizerFacade):
             return
         if not window.seeded and self.loss_scale is not None:
             window.set_unit(amount)
+        self._pass.accumulator.begin_backward()
         try:
             with self._riding():
                 torch.autograd.backward(loss, window.seed(loss, amount))
@@ -242,7 +243,6 @@ class ClockedOptimizer(OptimizerFacade):
             NonFiniteGradientError: with ``nonfinite="raise"``, or at `max_consecutive_skips`.
         """
         self._refuse_broken("step")
-        self._refuse_swapped("step")
         self._refresh_rows()
         if self._needs_closure:
             return self._guarded(lambda: closure_step.step_by_closure(self, closure))
@@ -320,7 +320,8 @@ class ClockedOptimizer(OptimizerFacade):
         return self._pass.accumulator.accumulated(p)
 
     def master_weight(self, p: Tensor) -> Tensor:
-        """The value of a parameter, in fp32 where it has 16 bits: exact where masters are kept."""
+        """A copy of a parameter, in fp32 where it has 16 bits: exact where masters are kept."""
+        self._refuse_swapped("master_weight")
         return (self._companions.masters or MasterWeights()).value(p)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -340,7 +341,7 @@ class ClockedOptimizer(OptimizerFacade):
             TypeError, ValueError: it is no torch scheduler of this optimizer, or it was built for
                 another number of updates than the plan's.
         """
-        self._schedulers.attach(scheduler, plan=self.plan)
+        self._schedulers.attach(scheduler, owners=[self, *self.optimizers], plan=self.plan)
 
     def _attach_first(self, given: list[LRScheduler]) -> None:
         """The schedulers of the constructor; without any, the plan's own."""
@@ -364,9 +365,12 @@ class ClockedOptimizer(OptimizerFacade):
                 "ClockedOptimizer.add_param_group: a window is open, with "
                 f"{self.clock.micro_step_in_window} micro steps in it; add it after an update"
             )
+        if not isinstance(param_group["params"], Tensor):
+            param_group["params"] = list(param_group["params"])
         inner = self.optimizers[0]
-        self._schedulers.refuse_group(inner)
+        self._schedulers.refuse_group(inner, self.optimizers[1:])
         arguments.check_new_group(param_group, self.optimizers[1:])
+        check_pairs(param_group["params"], self._precision.accumulate_dtype)
         inner.add_param_group(param_group)
         self._schedulers.extend_to_group(inner.param_groups[-1])
         self._refresh_rows()
@@ -379,7 +383,6 @@ class ClockedOptimizer(OptimizerFacade):
         The bare optimizer loads it as it is. Only tensors and plain Python values.
         """
         self._refuse_uncounted("state_dict", is_uncounted=self._window.is_pending)
-        self._refuse_swapped("state_dict")
         return wrapper_state.save(self)
 
     def load_state_dict(
@@ -410,13 +413,16 @@ class ClockedOptimizer(OptimizerFacade):
             TypeError, ValueError: the state is not of these optimizers and schedulers, or the remap
                 cannot be done. Nothing has changed in any of these cases.
         """
-        wrapper_state.load(
+        self._refuse_swapped("load_state_dict")
+        said = wrapper_state.load(
             self,
             state,
             remap=remap,
             lr_scaling=lr_scaling,
             scheduler_factory=scheduler_factory,
         )
+        for what in said:
+            warnings.warn(f"ClockedOptimizer.load_state_dict: {what}", stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
         self._refuse_uncounted("__getstate__", is_uncounted=self._window.is_pending)
@@ -559,6 +565,8 @@ class ClockedOptimizer(OptimizerFacade):
     # Parts.
 
     def _build_pass(self) -> None:
+        before: UpdatePass | None = vars(self).get("_pass")
+        pending = {} if before is None else before.accumulator.take()
         settings = PassSettings(
             precision=self._precision,
             is_wide=self._is_wide(),
@@ -568,6 +576,7 @@ class ClockedOptimizer(OptimizerFacade):
         self._pass = UpdatePass(
             self.optimizers, self._backend, settings, self._companions, self._buffers
         )
+        self._pass.accumulator.put(pending)
         self._expect_micro_step()
 
     def _is_wide(self) -> bool:
@@ -607,6 +616,7 @@ class ClockedOptimizer(OptimizerFacade):
         return tuple(float(group["lr"]) for group in self.param_groups)
 
     def _refuse_broken(self, method: str) -> None:
+        self._refuse_swapped(method)
         if self._window.broken:
             raise RuntimeError(
                 f"ClockedOptimizer.{method}: this window cannot go on ({self._window.broken}); "
@@ -617,12 +627,13 @@ class ClockedOptimizer(OptimizerFacade):
         ema = self._companions.ema
         if ema is not None and ema.is_swapped:
             raise RuntimeError(
-                f"ClockedOptimizer.{method}: the averaged weights are swapped in; train outside "
-                "of ema.swap()"
+                f"ClockedOptimizer.{method}: the averaged weights are swapped in; leave ema.swap() "
+                "first"
             )
 
     def _refuse_uncounted(self, method: str, *, is_uncounted: bool) -> None:
         """Between backward and step, what happened is half of a micro step."""
+        self._refuse_swapped(method)
         if is_uncounted:
             raise RuntimeError(
                 f"ClockedOptimizer.{method}: a backward is not yet counted as a micro step; call "

@@ -110,8 +110,8 @@ class ParameterRows:
 
     def state_dtype(self, row: int) -> torch.dtype:
         """What new moments of a row are made of."""
-        is_half = self.dtypes[row] in ops.HALVES
-        return torch.float32 if is_half and self.has_wide_state else self.dtypes[row]
+        dtype = self.params[row].dtype
+        return torch.float32 if dtype in ops.HALVES and self.has_wide_state else dtype
 
     def slots_of(self, row: int) -> slice:
         """Where the chunk sums of a row stand."""

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from . import ops
-from .accumulator import WindowGradients
 from .norm import Measurement
 from .parameters import ParameterRows
+from .window_gradients import WindowGradients
 
 __all__ = [
     "apply_in_place",
@@ -118,14 +118,14 @@ def refuse_misfit(
 ) -> None:
     """Refuses a state that torch's own step would overrun, or stop at half way.
 
-    Its fused kernels pair memory blindly; the others cannot mix dtypes.
+    Its fused kernels pair memory blindly; its Adam takes no wider state beside 16 bits.
     """
     for row in group_rows:
         p = rows.params[row]
         for key, value in inner.state.get(p, {}).items():
             if not isinstance(value, Tensor) or key == "step":
                 continue
-            if not fused and value.dtype == p.dtype:
+            if not fused and (value.dtype == p.dtype or p.dtype not in ops.HALVES):
                 continue
             if (value.shape, value.dtype, value.stride()) != (p.shape, p.dtype, p.stride()):
                 raise TypeError(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from . import ops
 from .update_rules import RULES
 
-__all__ = ["Precision", "check_precision", "is_many_processes"]
+__all__ = ["Precision", "check_pairs", "check_precision", "is_many_processes"]
 
 _WHERE = "ClockedOptimizer"
 _PAIRS = (
@@ -71,7 +72,8 @@ def check_precision(
             masters or rounds stochastically.
         RuntimeError: fp32 accumulators were asked for in a run of several processes.
     """
-    _check_pairs(optimizers, accumulate_dtype)
+    params = [p for inner in optimizers for group in inner.param_groups for p in group["params"]]
+    check_pairs(params, accumulate_dtype, among_all=True)
     if not isinstance(master_weights, bool):
         raise TypeError(f"{_WHERE}: master_weights must be True or False, got {master_weights!r}")
     stochastic = rounding == "stochastic"
@@ -89,7 +91,7 @@ def check_precision(
                 f"{_WHERE}: {asked} must go with an optimizer that has a fused update rule "
                 f"({names}), got {type(inner).__name__}; use one of these, or leave it out"
             )
-    if accumulate_dtype == torch.float32 and _holds_halves(optimizers):
+    if accumulate_dtype == torch.float32 and any(p.dtype in ops.HALVES for p in params):
         _refuse_wide(needs_closure=needs_closure)
     return precision
 
@@ -107,16 +109,16 @@ def _refuse_wide(*, needs_closure: bool) -> None:
         )
 
 
-def _holds_halves(optimizers: Sequence[Optimizer]) -> bool:
-    return any(
-        p.dtype in ops.HALVES
-        for inner in optimizers
-        for group in inner.param_groups
-        for p in group["params"]
-    )
+def check_pairs(
+    params: Tensor | Iterable[Tensor], accumulate_dtype: Any, *, among_all: bool = False
+) -> None:
+    """Refuses parameters whose gradients cannot be added in `accumulate_dtype`.
 
-
-def _check_pairs(optimizers: Sequence[Optimizer], accumulate_dtype: Any) -> None:
+    Args:
+        params: of a group, or one.
+        accumulate_dtype: as asked for.
+        among_all: `params` are all there are, so that one of them must want a 16-bit dtype.
+    """
     if accumulate_dtype is None:
         return
     if not isinstance(accumulate_dtype, torch.dtype):
@@ -124,10 +126,10 @@ def _check_pairs(optimizers: Sequence[Optimizer], accumulate_dtype: Any) -> None
             f"{_WHERE}: accumulate_dtype must be a torch dtype or None, got {accumulate_dtype!r}; "
             "pass torch.float32"
         )
-    params = [p for inner in optimizers for group in inner.param_groups for p in group["params"]]
-    own = {ops.real_dtype(p.dtype) for p in params}
-    misfits = [dtype for dtype in own if not _goes_with(dtype, accumulate_dtype)]
-    if misfits or (accumulate_dtype != torch.float32 and accumulate_dtype not in own):
+    own = {p.dtype for p in ([params] if isinstance(params, Tensor) else params)}
+    misfits = {dtype for dtype in own if not _goes_with(ops.real_dtype(dtype), accumulate_dtype)}
+    is_wanted = accumulate_dtype in {torch.float32, *map(ops.real_dtype, own)}
+    if misfits or (among_all and not is_wanted):
         found = ", ".join(sorted(str(dtype) for dtype in misfits or own))
         raise ValueError(
             f"{_WHERE}: accumulate_dtype must go with the parameters' dtypes, got "

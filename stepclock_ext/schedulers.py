@@ -20,13 +20,18 @@ __all__ = ["AttachedSchedulers"]
 class AttachedSchedulers:
     """Torch schedulers, moved by updates; metric schedulers only by a metric."""
 
-    def __init__(self, owners: Sequence[Optimizer]) -> None:
-        self._owners = tuple(owners)
+    def __init__(self) -> None:
         self.schedulers: list[LRScheduler] = []
         self._ended: set[int] = set()  # one-cycles whose last value has been used
 
-    def attach(self, scheduler: LRScheduler, *, plan: TrainPlan | None = None) -> None:
-        """Adds a scheduler.
+    def attach(
+        self,
+        scheduler: LRScheduler,
+        *,
+        owners: Sequence[Optimizer],
+        plan: TrainPlan | None = None,
+    ) -> None:
+        """Adds a scheduler, built on one of `owners`.
 
         Raises:
             TypeError: it is no torch scheduler.
@@ -37,7 +42,7 @@ class AttachedSchedulers:
             raise TypeError(
                 f"ClockedOptimizer: a scheduler must be a torch LRScheduler, got {scheduler!r}"
             )
-        if not any(scheduler.optimizer is owner for owner in self._owners):
+        if not any(scheduler.optimizer is owner for owner in owners):
             raise ValueError(
                 f"ClockedOptimizer: {type(scheduler).__name__} was built on another optimizer; "
                 "build it on this wrapper or on the optimizer inside"
@@ -109,15 +114,14 @@ class AttachedSchedulers:
                 group["lr"] = scheduler.get_lr()[index]
             scheduler._last_lr = [other["lr"] for other in groups]
 
-    def refuse_group(self, inner: Optimizer) -> None:
-        """Called before a group is added to `inner`.
+    def refuse_group(self, inner: Optimizer, others: Sequence[Optimizer]) -> None:
+        """Called before a group is added to `inner`; `others` are the other inner optimizers.
 
         Raises:
             RuntimeError: an attached scheduler keeps per-group values that nothing can extend.
         """
-        others = self._owners[1:]
         for scheduler in self.schedulers:
-            if any(scheduler.optimizer is other for other in others if other is not inner):
+            if any(scheduler.optimizer is other for other in others):
                 continue
             if not isinstance(scheduler, (LambdaLR, PlanScheduler)):
                 raise RuntimeError(

@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import ops
-from .accumulator import Accumulator, WindowGradients
+from .accumulator import Accumulator
 from .companions import ParameterCompanions
 from .errors import NonFiniteGradientError
 from .norm import Measurement, measure, nonfinite_rows
 from .parameters import ParameterRows, parameter_names
 from .precision import Precision
 from .updater import Updater
+from .window_gradients import WindowGradients
 
 __all__ = ["ClipSettings", "PassSettings", "UpdatePass"]
 

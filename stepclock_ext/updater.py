@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from . import ops
-from .accumulator import WindowGradients
 from .companions import ParameterCompanions
 from .norm import Measurement
 from .parameters import ParameterRows
@@ -25,6 +24,7 @@ from .plain_step import (
     run_step,
 )
 from .update_rules import RULES, AdamRule, BoundGroup, Rule
+from .window_gradients import WindowGradients
 
 __all__ = ["RulePlan", "Updater"]
 
@@ -98,8 +98,12 @@ class Updater:
             RuntimeError: the rule cannot run, and nothing else can do what was asked for.
         """
         groups = self._group_rows(rows, gradients)
-        hooked = has_step_hooks(self.inner)
-        runs_rule = self._is_stock_step() and (not hooked or rows.has_wide_state or self.needs_rule)
+        runs_rule = self._is_stock_step() and (
+            not has_step_hooks(self.inner)
+            or self.needs_rule
+            or rows.has_wide_state
+            or _has_mixed_state(self.inner)
+        )
         plans = self._plan_rules(rows, groups, gradients, update) if runs_rule else None
         if plans is None:
             if self.needs_rule and any(groups):
@@ -153,17 +157,20 @@ class Updater:
         among = [row for plan in plans for row in plan.bound.rows]
         apply_in_place(rows, gradients, measurement, among)
         hand_over(rows, gradients, among)
+        seen = {row: _identity(rows.params[row].grad) for row in among}
 
         def step(inner: Optimizer) -> None:
             for plan in plans:
-                for p, total in zip(plan.bound.params, plan.sums, strict=True):
-                    if p.grad is None:
+                self.companions.follow(plan.bound)
+                for row, total in zip(plan.bound.rows, plan.sums, strict=True):
+                    grad = rows.params[row].grad
+                    if grad is None:
                         raise RuntimeError(
                             "ClockedOptimizer: a step hook must leave every gradient in .grad, got "
                             "None for one of them; set it to zero instead"
                         )
-                    if p.grad is not total:
-                        total.copy_(p.grad)
+                    if grad is not total and _identity(grad) != seen[row]:
+                        total.copy_(grad)
             self._run(plans, ops.make_stats())
 
         Optimizer.profile_hook_step(step)(self.inner)
@@ -244,3 +251,17 @@ class RulePlan:
     bound: BoundGroup
     sums: list[Tensor]
     companions: ops.Companions
+
+
+def _has_mixed_state(inner: Optimizer) -> bool:
+    """A state has another dtype than its parameter, which only a rule of ours can take."""
+    return any(
+        isinstance(value, Tensor) and value.dtype != p.dtype and key != "step"
+        for p, state in inner.state.items()
+        for key, value in state.items()
+    )
+
+
+def _identity(grad: Tensor | None) -> tuple[int, int]:
+    """Which tensor it is, and how often it was written."""
+    return (0, 0) if grad is None else (id(grad), grad._version)

@@ -6,6 +6,7 @@ import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -66,8 +67,12 @@ def load(
     remap: str | None,
     lr_scaling: str | None,
     scheduler_factory: resume.SchedulerFactory | None,
-) -> None:
-    """Takes over a saved state. Everything is read and checked before anything changes."""
+) -> list[str]:
+    """Takes over a saved state. Everything is read and checked before anything changes.
+
+    Returns:
+        What was dropped or made, since the state and the wrapper do not keep the same.
+    """
     if not isinstance(state, dict):
         raise TypeError(f"{_WHERE}: the state must be a dict, got {type(state).__name__}")
     _check_groups(opt, state)
@@ -89,11 +94,12 @@ def load(
     opt.clock.rewind_window()
     opt._start_window()
     opt._build_pass()  # lets go of the state tensors that were replaced
-    companion_state.apply(opt, None if own is None else own.companions)
+    said = companion_state.apply(opt, None if own is None else own.companions)
     if own is not None:
         resume.go_on(opt, resumption)
         _apply_own(opt, own, keeps_schedulers=resumption.keeps_schedulers)
         resume.apply(opt, resumption, own.last_lr)
+    return said
 
 
 def _keep_dtypes(inner: Optimizer, part: dict[str, Any]) -> None:
@@ -110,8 +116,15 @@ def _keep_dtypes(inner: Optimizer, part: dict[str, Any]) -> None:
             now = state.get(key)
             if not isinstance(saved, Tensor) or not isinstance(now, Tensor):
                 continue
-            if saved.is_floating_point() and now.is_floating_point() and saved.dtype != now.dtype:
+            own = params[index].dtype
+            if saved.dtype != now.dtype and now.is_floating_point() and _stands(saved, own):
                 state[key] = saved.detach().clone().to(now.device)
+
+
+def _stands(saved: Tensor, own: torch.dtype) -> bool:
+    """Whether a state of that dtype can stand beside a parameter of dtype `own`."""
+    up_to_fp32 = (*ops.HALVES, torch.float32)
+    return saved.dtype in up_to_fp32 and own in up_to_fp32
 
 
 def _part(state: dict[str, Any], groups: list[dict[str, Any]], first: int) -> dict[str, Any]:
@@ -238,6 +251,7 @@ def unpack(opt: ClockedOptimizer, state: dict[str, Any]) -> None:
     opt._buffers = {}
     opt._backend = ops.make_backend(opt._backend_name)
     opt._build_pass()
+    opt._companions.settle_all()  # copied parameters count their versions anew
     accumulator = opt._pass.accumulator
     if held:
         accumulator.restore(held)
