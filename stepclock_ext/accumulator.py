@@ -48,7 +48,7 @@ class Accumulator:
         with_norms: bool = False,
     ) -> None:
         self.rows = rows
-        self.slots = ops.make_slots(rows.num_slots)
+        self.slots = ops.make_slots(rows.num_slots, rows.backend.device)
         self._name_of = name_of
         self._held: list[Tensor | None] | None = None
         self._seen: list[tuple[int, int]] = [(0, 0)]

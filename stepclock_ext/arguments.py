@@ -26,6 +26,7 @@ __all__ = [
     "check_norm_type",
     "check_policies",
     "check_weight",
+    "first_device",
     "list_optimizers",
 ]
 
@@ -166,6 +167,13 @@ def list_optimizers(optimizer: Any) -> list[Optimizer]:
             f"{_WHERE}: a parameter must belong to one optimizer, got one that belongs to several"
         )
     return given
+
+
+def first_device(optimizers: Sequence[Optimizer]) -> torch.device:
+    """Where the first parameter is."""
+    params = (p for inner in optimizers for group in inner.param_groups for p in group["params"])
+    first: Tensor = next(params)
+    return first.device
 
 
 def check_new_group(group: dict[str, Any], others: Sequence[Optimizer]) -> None:

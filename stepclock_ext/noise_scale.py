@@ -92,9 +92,10 @@ class MicroNorms:
     def __init__(self, rows: ParameterRows, caught: CaughtGradients) -> None:
         self._rows = rows
         self._caught = caught
-        self._grad_slots = caught.grad_slots = ops.make_slots(rows.num_slots)
-        self._prior_slots = caught.prior_slots = ops.make_slots(rows.num_slots)
-        self._inverse_weights = ops.make_slots(rows.num_slots)
+        size, device = rows.num_slots, rows.backend.device
+        self._grad_slots = caught.grad_slots = ops.make_slots(size, device)
+        self._prior_slots = caught.prior_slots = ops.make_slots(size, device)
+        self._inverse_weights = ops.make_slots(size, device)
         self.clear()
 
     def clear(self) -> None:

@@ -52,7 +52,7 @@ def measure(
         norm_type: 2, infinity, or another positive p (slower, through the reference).
     """
     limit = math.inf if max_norm is None else max_norm
-    stats = ops.make_stats()
+    stats = ops.make_stats(accumulator.rows.backend.device)
     maxima = math.isinf(norm_type)
     if maxima or norm_type == 2.0:
         _fill_slots(accumulator, gradients, maxima=maxima)

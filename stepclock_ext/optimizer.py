@@ -146,7 +146,7 @@ class ClockedOptimizer(OptimizerFacade):
         self.clock = StepClock(updates_per_epoch=plan_binding.window_updates_per_epoch(plan))
         self._window = Window(scale=self._settings.scale, is_scaled=scale is not None)
         self._backend_name = backend
-        self._backend = ops.make_backend(backend)
+        self._backend = ops.make_backend(backend, arguments.first_device(self.optimizers))
         self._companions = ParameterCompanions(
             masters=MasterWeights() if master_weights else None,
             ema=arguments.check_ema(ema),

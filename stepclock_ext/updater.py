@@ -171,7 +171,7 @@ class Updater:
                         )
                     if grad is not total and _identity(grad) != seen[row]:
                         total.copy_(grad)
-            self._run(plans, ops.make_stats())
+            self._run(plans, ops.make_stats(rows.backend.device))
 
         Optimizer.profile_hook_step(step)(self.inner)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import companion_state, ops, resume
+from . import arguments, companion_state, ops, resume
 from .clock import StepClock
 from .loss_scale import LossScale
 from .update_rules import RULES
@@ -249,7 +249,7 @@ def unpack(opt: ClockedOptimizer, state: dict[str, Any]) -> None:
     held, micro_norms = state.pop("held"), state.pop("micro_norms")
     opt.__dict__.update(state)
     opt._buffers = {}
-    opt._backend = ops.make_backend(opt._backend_name)
+    opt._backend = ops.make_backend(opt._backend_name, arguments.first_device(opt.optimizers))
     opt._build_pass()
     opt._companions.settle_all()  # copied parameters count their versions anew
     accumulator = opt._pass.accumulator

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from . import native
+import torch
+
+from . import cuda, native, triton
 from .contract import Backend, BackendStatus
+from .cuda import CudaBackend
 from .native import NativeBackend
 from .reference import ReferenceBackend
+from .triton import TritonBackend
 
 __all__ = ["BACKEND_NAMES", "backends", "make_backend"]
 
@@ -18,17 +22,21 @@ def backends() -> dict[str, BackendStatus]:
     >>> backends()["reference"].available
     True
     """
-    absent = BackendStatus(available=False, reason="this version has no GPU kernels yet")
     return {
         "reference": BackendStatus(available=True, reason="plain PyTorch, any device"),
         "cpu": native.status(),
-        "cuda": absent,
-        "triton": absent,
+        "cuda": cuda.status(),
+        "triton": triton.status(),
     }
 
 
-def make_backend(name: str) -> Backend:
-    """The backend called `name`; "auto" is the fastest one there is.
+def make_backend(name: str, device: torch.device | None = None) -> Backend:
+    """The backend called `name`.
+
+    Args:
+        name: a key of `backends`, or "auto": for tensors on a GPU the CUDA kernels, else Triton's;
+            for all others, and where neither can be used, the C++ kernels or plain PyTorch.
+        device: of the tensors; None is the CPU.
 
     Raises:
         ValueError: no backend has that name.
@@ -41,11 +49,22 @@ def make_backend(name: str) -> Backend:
             "which can be used here"
         )
     if name == "auto":
-        name = "cpu" if native.status().available else "reference"
+        name = _choose(device)
     status = backends()[name]
     if not status.available:
         raise RuntimeError(
             f"ClockedOptimizer: backend must be one that can be used here, got {name!r} "
             f"({status.reason}); pass backend='auto' to fall back"
         )
-    return NativeBackend() if name == "cpu" else ReferenceBackend()
+    if name == "cuda":
+        return CudaBackend(device if device is not None and device.type == "cuda" else None)
+    makers = {"cpu": NativeBackend, "triton": TritonBackend}
+    return makers.get(name, ReferenceBackend)()  # type: ignore[return-value]
+
+
+def _choose(device: torch.device | None) -> str:
+    if device is not None and device.type == "cuda" and cuda.status().available:
+        return "cuda"
+    if device is not None and device.type in ("cuda", "xpu") and triton.status().available:
+        return "triton"
+    return "cpu" if native.status().available else "reference"

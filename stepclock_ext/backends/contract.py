@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from .layout import Layout
@@ -67,6 +68,7 @@ class Backend(Protocol):
     """
 
     name: str
+    device: torch.device  # of slots and stats
     watches_addresses: bool  # it checks a list again when one of its tensors has moved
 
     def supports(self, tensor: Tensor) -> bool:

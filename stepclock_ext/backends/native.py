@@ -52,6 +52,7 @@ class NativeBackend:
     """The contract on ``_C``; threads follow ``torch.get_num_threads()``."""
 
     name = "cpu"
+    device = torch.device("cpu")
     watches_addresses = True
 
     def __init__(self) -> None:

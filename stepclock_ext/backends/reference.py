@@ -35,6 +35,7 @@ class ReferenceBackend:
     """Plain PyTorch; slow, and right by inspection."""
 
     name = "reference"
+    device = torch.device("cpu")  # slots and stats stay here, wherever the tensors are
     watches_addresses = False
 
     def supports(self, tensor: Tensor) -> bool:
