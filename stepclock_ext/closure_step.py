@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from . import ops
 from .norm import Measurement
 from .plain_step import apply_in_place
+from .settlement import settle_skip, settle_update
 from .step_info import StepInfo
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def step_by_closure(opt: ClockedOptimizer, closure: Callable[[], Any] | None) ->
         opt._start_window()
         return opt._info()
     if not evaluations.accepts(measurement):
-        return opt._settle_skip(gradients, measurement)
+        return settle_skip(opt, gradients, measurement)
     return _run_inner(opt, evaluations, loss, window)
 
 
@@ -89,12 +90,12 @@ def _run_inner(
         opt._window = window
         if isinstance(error, _NonFiniteError):
             gradients = opt._pass.collect(seeded=False)
-            return opt._settle_skip(gradients, evaluations.measurement)
+            return settle_skip(opt, gradients, evaluations.measurement)
         window.broken = "the closure or the update raised"
         raise
     opt._window = window
-    opt._companions.finish(opt._pass.rows, frozenset(), first.stats)
-    return opt._settle_update(first)
+    opt._companions.move_rest(opt._pass.rows, frozenset(), first.stats)
+    return settle_update(opt, first)
 
 
 def _snapshot(inner: Optimizer) -> Callable[[], None]:

@@ -31,14 +31,13 @@ class ParameterCompanions:
     ema: EMA | None = None
     rounding_seed: int | None = None
 
-    def prepare(self, bound: BoundGroup, update: int) -> ops.Companions:
+    def prepare(self, bound: BoundGroup, update: int, is_gated: bool) -> ops.Companions:
         """The companions of a group in one update, before anything moves."""
         if self.masters is not None:
             self.masters.follow(bound.params)
         seed = self.rounding_seed
-        return self._companions(
-            *self._columns(bound), None if seed is None else ops.update_key(seed, update)
-        )
+        key = None if seed is None else ops.update_key(seed, update)
+        return self._companions(*self._columns(bound), key, is_gated)
 
     def settle(self, bound: BoundGroup) -> None:
         """The group has moved."""
@@ -61,8 +60,15 @@ class ParameterCompanions:
         if self.masters is not None:
             self.masters.settle_all()
 
-    def finish(self, rows: ParameterRows, moved: Set[int], stats: Tensor) -> None:
-        """Ends an update: moves the averages of all rows but those in `moved`."""
+    def count_update(self) -> None:
+        """An update has happened, and was no skip."""
+        if self.ema is not None:
+            self.ema.updates += 1
+
+    def move_rest(
+        self, rows: ParameterRows, moved: Set[int], stats: Tensor, *, is_gated: bool = False
+    ) -> None:
+        """Moves the averages of all rows but those in `moved`."""
         if self.ema is None:
             return
         rest = [row for row in rows.every_row if row not in moved]
@@ -72,7 +78,7 @@ class ParameterCompanions:
             if self.masters is not None:
                 self.masters.follow(params)
             masters = None if self.masters is None else self.masters.column(params)
-            along = self._companions(masters, self.ema.column(params), None)
+            along = self._companions(masters, self.ema.column(params), None, is_gated)
             ops.move_average_(params, stats, rows.layout(walked), along)
         for row in set(rest).difference(walked):
             p = rows.params[row].detach()
@@ -80,7 +86,6 @@ class ParameterCompanions:
             value = p.to(average.dtype)
             apart = (value - average).masked_fill(value == average, 0.0)  # -inf - -inf is NaN
             average.add_(apart, alpha=self.ema.next_weight)
-        self.ema.updates += 1
 
     def _columns(self, bound: BoundGroup) -> tuple[list[Tensor] | None, list[Tensor] | None]:
         """Masters and averages of a group; the same lists as long as nothing was replaced."""
@@ -97,10 +102,14 @@ class ParameterCompanions:
         )
 
     def _companions(
-        self, masters: list[Tensor] | None, averages: list[Tensor] | None, key: int | None
+        self,
+        masters: list[Tensor] | None,
+        averages: list[Tensor] | None,
+        key: int | None,
+        is_gated: bool,
     ) -> ops.Companions:
         weight = 0.0 if self.ema is None else self.ema.next_weight
-        return ops.Companions(masters, averages, weight, key)
+        return ops.Companions(masters, averages, weight, key, is_gated)
 
 
 def new_rounding_seed() -> int:

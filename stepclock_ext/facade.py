@@ -20,9 +20,17 @@ class OptimizerFacade(Optimizer):
 
     optimizers: list[Optimizer]
 
+    def _settle_late(self) -> None:
+        """Makes groups and clock those after the last update, if the host waits for that still."""
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The inner optimizer's groups; for several, all of them one after another."""
+        self._settle_late()
+        return self._groups
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
         if len(self.optimizers) == 1:
             return self.optimizers[0].param_groups
         return [group for inner in self.optimizers for group in inner.param_groups]

@@ -12,7 +12,7 @@ from . import ops
 from .accumulator import Accumulator
 from .window_gradients import WindowGradients
 
-__all__ = ["Measurement", "measure", "nonfinite_rows"]
+__all__ = ["Measurement", "measure", "measure_on_device_", "nonfinite_rows"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,20 +51,38 @@ def measure(
         max_norm: None for no clip.
         norm_type: 2, infinity, or another positive p (slower, through the reference).
     """
-    limit = math.inf if max_norm is None else max_norm
-    stats = ops.make_stats(accumulator.rows.backend.device)
     maxima = math.isinf(norm_type)
+    stats = torch.empty(3, dtype=torch.float64, device=accumulator.rows.backend.device)
     if maxima or norm_type == 2.0:
-        _fill_slots(accumulator, gradients, maxima=maxima)
-        layout, slots = accumulator.rows.layout(gradients.walked), accumulator.slots
-        ops.coefficient_(stats, slots, layout, divisor=divisor, max_norm=limit, maxima=maxima)
+        measure_on_device_(
+            stats, accumulator, gradients, divisor=divisor, max_norm=max_norm, maxima=maxima
+        )
         norm, coefficient, clip = stats.tolist()
         if maxima or _TINY < norm * divisor < math.inf or not _has_fp64(gradients):
             return Measurement(stats, norm, coefficient, norm * clip, math.isfinite(norm))
     norm = _scaled_norm(gradients, norm_type) / divisor
-    clip = ops.clip_factor(norm, limit)
+    clip = ops.clip_factor(norm, math.inf if max_norm is None else max_norm)
     stats.copy_(stats.new_tensor([norm, clip / divisor, clip]))
     return Measurement(stats, norm, clip / divisor, norm * clip, math.isfinite(norm))
+
+
+def measure_on_device_(
+    stats: Tensor,
+    accumulator: Accumulator,
+    gradients: WindowGradients,
+    *,
+    divisor: float,
+    max_norm: float | None,
+    maxima: bool,
+) -> None:
+    """Writes norm, coefficient and clip factor into `stats`, which nobody has to wait for.
+
+    Arguments as for `measure`; `maxima` is ``norm_type == inf``, without it the norm is the 2-norm.
+    """
+    limit = math.inf if max_norm is None else max_norm
+    _fill_slots(accumulator, gradients, maxima=maxima)
+    layout, slots = accumulator.rows.layout(gradients.walked), accumulator.slots
+    ops.coefficient_(stats, slots, layout, divisor=divisor, max_norm=limit, maxima=maxima)
 
 
 def nonfinite_rows(gradients: WindowGradients) -> list[int]:

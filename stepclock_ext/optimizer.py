@@ -20,16 +20,16 @@ from .ema import EMA
 from .facade import OptimizerFacade
 from .loss_scale import LossScale
 from .master_weights import MasterWeights
-from .noise_scale import NoiseSample, NoiseScale
+from .noise_scale import NoiseScale
 from .norm import Measurement
 from .plan import TrainPlan
 from .precision import check_pairs, check_precision, is_many_processes
 from .remapped_curve import RemappedCurve
 from .schedulers import AttachedSchedulers
+from .settlement import Unsettled, settle_late, settle_window
 from .step_info import StepInfo
 from .update_pass import ClipSettings, PassSettings, UpdatePass
 from .window import Window
-from .window_gradients import WindowGradients
 from .window_settings import WindowSettings
 
 __all__ = ["ClockedOptimizer"]
@@ -143,7 +143,8 @@ class ClockedOptimizer(OptimizerFacade):
         self.plan = self._own_plan = plan
         self._curve: RemappedCurve | None = None
         self._last_lr: tuple[float, ...] = ()
-        self.clock = StepClock(updates_per_epoch=plan_binding.window_updates_per_epoch(plan))
+        self._unsettled: Unsettled | None = None
+        self._clock = StepClock(updates_per_epoch=plan_binding.window_updates_per_epoch(plan))
         self._window = Window(scale=self._settings.scale, is_scaled=scale is not None)
         self._backend_name = backend
         self._backend = ops.make_backend(backend, arguments.first_device(self.optimizers))
@@ -158,6 +159,16 @@ class ClockedOptimizer(OptimizerFacade):
         self._attach_first(list(schedulers))
         if ema is not None:
             ema.bind()
+
+    @property
+    def clock(self) -> StepClock:
+        """The counters and triggers; where an update is not settled yet, this waits for it."""
+        self._settle_late()
+        return self._clock
+
+    def _settle_late(self) -> None:
+        if self._unsettled is not None:
+            settle_late(self)
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -180,12 +191,14 @@ class ClockedOptimizer(OptimizerFacade):
     @property
     def loss_scale(self) -> LossScale | float | None:
         """The current scale. A new value takes effect at the next window."""
+        self._settle_late()
         return self._settings.loss_scale
 
     @loss_scale.setter
     def loss_scale(self, value: LossScale | float | None) -> None:
         scale = arguments.check_loss_scale(value, self.nonfinite)
         arguments.check_closure_optimizer(self.optimizers, self._settings.steps, scale)
+        self._settle_late()
         self._settings.next_loss_scale = (scale,)
         self._adopt_settings()
 
@@ -213,7 +226,8 @@ class ClockedOptimizer(OptimizerFacade):
         window.is_pending = True
         if amount == 0:
             return
-        if not window.seeded and self.loss_scale is not None:
+        if not window.seeded and window.is_scaled:
+            self._settle_late()  # a dynamic scale may have changed
             window.set_unit(amount)
         self._pass.accumulator.begin_backward()
         try:
@@ -243,6 +257,7 @@ class ClockedOptimizer(OptimizerFacade):
             NonFiniteGradientError: with ``nonfinite="raise"``, or at `max_consecutive_skips`.
         """
         self._refuse_broken("step")
+        self._settle_late()
         self._refresh_rows()
         if self._needs_closure:
             return self._guarded(lambda: closure_step.step_by_closure(self, closure))
@@ -261,7 +276,7 @@ class ClockedOptimizer(OptimizerFacade):
         self._schedulers.refuse_ended()
         accumulator.end_micro_step(window.micro_weight)
         self.clock.tick_micro(window.end_micro_step())
-        return self._guarded(self._settle_window)
+        return self._guarded(lambda: settle_window(self))
 
     @run_eagerly
     def flush(self) -> StepInfo:
@@ -271,7 +286,7 @@ class ClockedOptimizer(OptimizerFacade):
             return self._info()
         self._refresh_rows()
         self._schedulers.refuse_ended()
-        return self._guarded(self._settle_window)
+        return self._guarded(lambda: settle_window(self))
 
     @run_eagerly
     def end_epoch(self) -> StepInfo:
@@ -341,6 +356,7 @@ class ClockedOptimizer(OptimizerFacade):
             TypeError, ValueError: it is no torch scheduler of this optimizer, or it was built for
                 another number of updates than the plan's.
         """
+        self._settle_late()
         self._schedulers.attach(scheduler, owners=[self, *self.optimizers], plan=self.plan)
 
     def _attach_first(self, given: list[LRScheduler]) -> None:
@@ -352,6 +368,7 @@ class ClockedOptimizer(OptimizerFacade):
 
     def report_metric(self, value: float) -> None:
         """Moves attached metric schedulers such as ``ReduceLROnPlateau``."""
+        self._settle_late()
         self._schedulers.report_metric(value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -450,91 +467,30 @@ class ClockedOptimizer(OptimizerFacade):
                 self._window.broken = f"its end raised {type(error).__name__}{moved}"
             raise
 
-    def _settle_window(self) -> StepInfo:
-        window = self._window
-        gradients = self._pass.collect(seeded=window.seeded)
-        if gradients.is_empty or window.weight == 0:
-            self.clock.drop_window()
-            self._start_window()
-            return self._info()
-        divisor = window.divisor(self.reduction)
-        measurement = self._pass.measure(gradients, self._clip, divisor=divisor)
-        if not measurement.finite and self.nonfinite != "propagate":
-            return self._settle_skip(gradients, measurement)
-        sample = self._sample_noise(gradients, measurement)
-        self._pass.update(
-            gradients,
-            measurement,
-            update=self.clock.update_step + 1,
-            on_start=window.start_update,
-        )
-        return self._settle_update(measurement, sample)
-
-    def _sample_noise(
-        self, gradients: WindowGradients, measurement: Measurement
-    ) -> NoiseSample | None:
-        """What the window says about the noise."""
-        accumulator, window = self._pass.accumulator, self._window
-        if accumulator.norms is None or not measurement.finite:
-            return None
-        return accumulator.norms.finish(
-            gradients.grads,
-            accumulator.slots,
-            scale=window.divisor("sum"),
-            weight=window.weight,
-            norm=measurement.norm * window.divisor(self.reduction),
-        )
-
-    def _settle_update(
-        self, measurement: Measurement, sample: NoiseSample | None = None
-    ) -> StepInfo:
-        lr = self._last_lr = self._learning_rates()
-        window = self._window
-        self.clock.tick_update()
-        self._settings.settle(finite=True)
-        self._start_window()
-        self._opt_called = True  # torch's schedulers look for it before they step
-        self._schedulers.step()
-        noise = None if sample is None or self._noise is None else self._noise.observe(sample)
-        return self._info(window, measurement, lr=lr, updated=True, noise_scale=noise)
-
-    def _settle_skip(self, gradients: WindowGradients, measurement: Measurement) -> StepInfo:
-        update = self.clock.update_step + 1
-        if self.nonfinite == "raise":
-            raise self._pass.nonfinite_error("gradients are not finite", gradients, update)
-        window = self._window
-        self.clock.tick_skip()
-        self._settings.settle(finite=False)
-        info = self._info(window, measurement, skipped=True)
-        error = None
-        skips, limit = self._settings.consecutive_skips, self.max_consecutive_skips
-        if limit is not None and skips >= limit:
-            what = f"{skips} skips in a row"
-            error = self._pass.nonfinite_error(what, gradients, update)
-        self._start_window()
-        if error is not None:
-            raise error
-        return info
-
     def _start_window(self) -> None:
         """No gradient, no weight, and settings that waited for this moment."""
         self._pass.accumulator.clear()
         self._window = Window()
         self._adopt_settings()
 
+    @property
+    def _num_open(self) -> int:
+        """Micro steps in the open window; an update that is not settled has ended its own."""
+        return 0 if self._unsettled is not None else self._clock.micro_step_in_window
+
     def _adopt_settings(self) -> None:
-        if self.clock.micro_step_in_window or self._window.is_pending:
+        if self._num_open or self._window.is_pending:
             return
         self._settings.adopt()
         self._window.scale = self._settings.scale
-        self._window.is_scaled = self.loss_scale is not None
+        self._window.is_scaled = self._settings.loss_scale is not None
         if self._pass.rows.is_wide != self._is_wide():
             self._build_pass()
         self._expect_micro_step()
 
     def _expect_micro_step(self) -> None:
         """Tells the accumulator whether the next micro step is known to be the window's last."""
-        is_last = self.clock.micro_step_in_window + 1 == self._settings.steps
+        is_last = self._num_open + 1 == self._settings.steps
         self._pass.accumulator.begin_micro_step(is_last=is_last and self._clip.norm_type == 2.0)
 
     def _info(
@@ -557,8 +513,8 @@ class ClockedOptimizer(OptimizerFacade):
             clipped_norm=None if measurement is None else measurement.clipped_norm,
             lr=self._learning_rates() if lr is None else lr,
             loss_scale=seeded.scale if seeded.is_scaled else None,
-            micro_step=self.clock.micro_step,
-            update_step=self.clock.update_step,
+            micro_step=self._clock.micro_step,
+            update_step=self._clock.update_step,
             noise_scale=noise_scale,
         )
 
@@ -584,9 +540,9 @@ class ClockedOptimizer(OptimizerFacade):
 
     def _refresh_rows(self) -> None:
         """Follows groups that were added or changed behind our back, between two windows."""
-        if self._pass.rows.is_current(self.param_groups):
+        if self._pass.rows.is_current(self._groups):
             return
-        if self.clock.micro_step_in_window or self._window.is_pending:
+        if self._num_open or self._window.is_pending:
             raise RuntimeError(
                 "ClockedOptimizer: the parameter groups changed inside a window; change them after "
                 "an update, or call discard() first"
@@ -596,7 +552,7 @@ class ClockedOptimizer(OptimizerFacade):
     def _riding(self) -> Any:
         """The norm rides on the last micro step of a window, where that one is known."""
         steps = self._settings.steps
-        is_last = self.clock.micro_step_in_window + 1 == steps
+        is_last = self._num_open + 1 == steps
         rides = is_last and steps > 1 and self._clip.norm_type == 2.0
         return self._pass.accumulator.ride.riding() if rides else nullcontext()
 
@@ -613,7 +569,7 @@ class ClockedOptimizer(OptimizerFacade):
         self._window.loss_known = False
 
     def _learning_rates(self) -> tuple[float, ...]:
-        return tuple(float(group["lr"]) for group in self.param_groups)
+        return tuple(float(group["lr"]) for group in self._groups)
 
     def _refuse_broken(self, method: str) -> None:
         self._refuse_swapped(method)

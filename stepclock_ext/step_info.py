@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
-__all__ = ["StepInfo"]
+__all__ = ["LateStepInfo", "StepInfo"]
 
 
 @dataclass(frozen=True)
@@ -36,4 +38,32 @@ class StepInfo:
     loss_scale: float | None
     micro_step: int
     update_step: int
-    noise_scale: float | None = None
+    noise_scale: float | None = field(default_factory=lambda: None)  # no attribute of the class
+
+
+class LateStepInfo(StepInfo):
+    """An outcome that is not known yet: the first look at it settles the update, and waits.
+
+    It is a plain `StepInfo` from then on.
+    """
+
+    def __init__(self, read: Callable[[], StepInfo]) -> None:
+        object.__setattr__(self, "_read", read)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_read" not in vars(self):
+            raise AttributeError(name)
+        info = vars(self).pop("_read")()
+        vars(self).update(vars(info))
+        object.__setattr__(self, "__class__", StepInfo)
+        return getattr(self, name)
+
+    # What dataclasses look at before any field.
+
+    def __repr__(self) -> str:
+        return repr(self.updated) and StepInfo.__repr__(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self.updated in (True, False) and StepInfo.__eq__(self, other)
+
+    __hash__ = StepInfo.__hash__

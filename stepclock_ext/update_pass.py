@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +15,17 @@ from . import ops
 from .accumulator import Accumulator
 from .companions import ParameterCompanions
 from .errors import NonFiniteGradientError
-from .norm import Measurement, measure, nonfinite_rows
+from .norm import Measurement, measure, measure_on_device_, nonfinite_rows
 from .parameters import ParameterRows, parameter_names
 from .precision import Precision
-from .updater import Updater
+from .updater import RulePlan, Updater
 from .window_gradients import WindowGradients
 
 __all__ = ["ClipSettings", "PassSettings", "UpdatePass"]
+
+
+# What the fused rule will run for one optimizer; None where its own step will.
+Plans = list[RulePlan] | None
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class UpdatePass:
         rows: the parameters.
         names: one a row.
         accumulator: where their gradients go.
+        has_updated: an update has run in this pass, so that states are there.
     """
 
     def __init__(
@@ -86,6 +92,7 @@ class UpdatePass:
         self.names = parameter_names(groups, settings.model)
         if not settings.is_wide:
             buffers.clear()
+        self.has_updated = False
         self.accumulator = Accumulator(
             self.rows, self.names.__getitem__, buffers, with_norms=settings.with_norms
         )
@@ -122,24 +129,54 @@ class UpdatePass:
             norm_type=settings.norm_type,
         )
 
-    def update(
-        self,
-        gradients: WindowGradients,
-        measurement: Measurement,
-        *,
-        update: int,
-        on_start: Callable[[], None],
-    ) -> None:
-        """Moves every optimizer once; all have agreed before the first one moves."""
+    def measure_on_device(
+        self, gradients: WindowGradients, settings: ClipSettings, *, divisor: float
+    ) -> Tensor:
+        """The same as the stats that kernels read, which nobody waits for."""
+        stats = torch.empty(3, dtype=torch.float64, device=self.rows.backend.device)
+        measure_on_device_(
+            stats,
+            self.accumulator,
+            gradients,
+            divisor=divisor,
+            max_norm=settings.max_grad_norm,
+            maxima=settings.norm_type == math.inf,
+        )
+        return stats
+
+    def prepare(
+        self, gradients: WindowGradients, *, update: int, is_gated: bool = False
+    ) -> list[Plans]:
+        """What each optimizer will do in this update; all have agreed before the first one moves.
+
+        Args:
+            gradients: of the window.
+            update: its number, from 1.
+            is_gated: the kernels look at the norm themselves.
+        """
         rows, names = self.rows, self.names
         self._companions.start(rows)
-        prepared = [u.prepare(rows, gradients, names, update) for u in self._updaters]
-        on_start()
+        return [u.prepare(rows, gradients, names, update, is_gated) for u in self._updaters]
+
+    def update(
+        self, gradients: WindowGradients, measurement: Measurement, prepared: Sequence[Plans]
+    ) -> None:
+        """Moves every optimizer once."""
         for updater, plans in zip(self._updaters, prepared, strict=True):
-            updater.update(rows, gradients, measurement, plans)
-        by_rule = (plan for plans in prepared for plan in plans or ())
-        moved = {row for plan in by_rule for row in plan.bound.rows}
-        self._companions.finish(rows, moved, measurement.stats)
+            updater.update(self.rows, gradients, measurement, plans)
+        self._companions.move_rest(self.rows, _moved_rows(prepared), measurement.stats)
+        self.has_updated = True
+
+    def is_rule_alone(self, prepared: Sequence[Plans]) -> bool:
+        """Whether nothing but our kernels will move: no step hook, and no state to be made."""
+        alone = zip(self._updaters, prepared, strict=True)
+        return all(updater.is_rule_alone(plans) for updater, plans in alone)
+
+    def update_on_device(self, prepared: Sequence[Plans], stats: Tensor) -> None:
+        """As `update`, where it is our rules' alone and gated."""
+        for updater, plans in zip(self._updaters, prepared, strict=True):
+            updater.update_on_device(plans or [], stats)
+        self._companions.move_rest(self.rows, _moved_rows(prepared), stats, is_gated=True)
 
     def nonfinite_error(
         self, what: str, gradients: WindowGradients, update: int
@@ -152,3 +189,8 @@ class UpdatePass:
             "for a division by zero or a log of zero in the loss, lower the learning rate, or clip",
             names,
         )
+
+
+def _moved_rows(prepared: Sequence[Plans]) -> set[int]:
+    """Rows that a rule moves, with their averages."""
+    return {row for plans in prepared for plan in plans or () for row in plan.bound.rows}

@@ -90,6 +90,7 @@ class Updater:
         gradients: WindowGradients,
         names: Sequence[str],
         update: int,
+        is_gated: bool = False,
     ) -> list[RulePlan] | None:
         """What the fused rule will run in this update; None where the inner ``step`` will do it.
 
@@ -104,7 +105,7 @@ class Updater:
             or rows.has_wide_state
             or _has_mixed_state(self.inner)
         )
-        plans = self._plan_rules(rows, groups, gradients, update) if runs_rule else None
+        plans = self._plan_rules(rows, groups, gradients, update, is_gated) if runs_rule else None
         if plans is None:
             if self.needs_rule and any(groups):
                 self._refuse_without_rule()
@@ -136,8 +137,18 @@ class Updater:
         elif has_step_hooks(self.inner):
             self._update_between_hooks(rows, gradients, measurement, plans)
         else:
-            self.inner._opt_called = True  # type: ignore[attr-defined]
-            self._run(plans, measurement.stats)
+            self.update_on_device(plans, measurement.stats)
+
+    def update_on_device(self, plans: list[RulePlan], stats: Tensor) -> None:
+        """Runs the rule; `stats` hold the coefficient, and for gated plans decide."""
+        self.inner._opt_called = True  # type: ignore[attr-defined]
+        self._run(plans, stats)
+
+    def is_rule_alone(self, plans: list[RulePlan] | None) -> bool:
+        """Whether nothing but the rule will move, and no state is to be made by it."""
+        if plans is None or has_step_hooks(self.inner):
+            return False
+        return not any(plan.bound.first for plan in plans)
 
     def _run(self, plans: list[RulePlan], stats: Tensor) -> None:
         for plan in plans:
@@ -198,6 +209,7 @@ class Updater:
         groups: list[tuple[int, ...]],
         gradients: WindowGradients,
         update: int,
+        is_gated: bool,
     ) -> list[RulePlan] | None:
         """What the rule would run for each group; None if any group is not for it."""
         assert self._rule is not None
@@ -215,7 +227,7 @@ class Updater:
             for bound in parts:
                 sums = gradients.of(bound.rows)
                 bound.layout.verified["ACCUMULATOR"] = sums  # collect() made them fit
-                companions = self.companions.prepare(bound, update)
+                companions = self.companions.prepare(bound, update, is_gated)
                 plans.append(RulePlan(self._rule, group, bound, sums, companions))
         return plans
 

@@ -237,6 +237,7 @@ def _apply_own(opt: ClockedOptimizer, own: _Own, *, keeps_schedulers: bool) -> N
 
 def pack(opt: ClockedOptimizer) -> dict[str, Any]:
     """Attributes for a copy. Accumulators go along: copying a parameter leaves its ``.grad``."""
+    opt._settle_late()
     state = {name: value for name, value in vars(opt).items() if name not in _DERIVED}
     accumulator = opt._pass.accumulator
     state["held"], norms = accumulator.held(), accumulator.norms

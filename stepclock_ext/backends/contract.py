@@ -69,6 +69,7 @@ class Backend(Protocol):
 
     name: str
     device: torch.device  # of slots and stats
+    settles_late: bool  # its ops run on while the host goes on
     watches_addresses: bool  # it checks a list again when one of its tensors has moved
 
     def supports(self, tensor: Tensor) -> bool:

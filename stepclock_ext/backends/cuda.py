@@ -65,6 +65,7 @@ class CudaBackend:
     """
 
     name = "cuda"
+    settles_late = True
     watches_addresses = True
 
     def __init__(self, device: torch.device | None = None) -> None:

@@ -53,6 +53,7 @@ class NativeBackend:
 
     name = "cpu"
     device = torch.device("cpu")
+    settles_late = False
     watches_addresses = True
 
     def __init__(self) -> None:

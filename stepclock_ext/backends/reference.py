@@ -36,6 +36,7 @@ class ReferenceBackend:
 
     name = "reference"
     device = torch.device("cpu")  # slots and stats stay here, wherever the tensors are
+    settles_late = False
     watches_addresses = False
 
     def supports(self, tensor: Tensor) -> bool:
