@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BUILT := build/.built
 EXTRAS := dev,plot
+CPP_FILES := $(wildcard csrc/*.h csrc/c*/*.h csrc/c*/*.cpp csrc/cuda/*.cu bench/*.cpp tests/cuda/*.h tests/cuda/*.cpp)
 LOG := build/setup.log
 
 # With a compiler at hand a failed compile is an error; without one plain PyTorch does the work.
@@ -15,6 +16,9 @@ COMPILERS := $(if $(filter default,$(origin CXX)),c++ g++ clang++,$(firstword $(
 ifndef STEPCLOCK_NATIVE
 export STEPCLOCK_NATIVE := $(if $(shell for c in $(COMPILERS); do command -v $$c; done; true),1)
 endif
+# The CUDA kernels take minutes for all architectures: `make gpu` and pip build them, the other
+# targets run on the CPU.
+export STEPCLOCK_CUDA ?= 0
 
 # $(call quietly,announcement,command): the command's output is shown only when it fails.
 define quietly
@@ -39,7 +43,7 @@ lint: $(INSTALLED)  ## ruff, mypy and clang-format
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.h csrc/cpu/*.h csrc/cpu/*.cpp)
+	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 
 check: lint test  ## lint, then test
 

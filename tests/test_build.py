@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD_FILES = ["setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"]
 BUILD_FOLDERS = ["stepclock_ext", "csrc"]
 LEFT_OUT = "stepclock_ext: left out the C++ kernels"
+CUDA_LEFT_OUT = "stepclock_ext: left out the CUDA kernels"
 PIP_WHEEL = ["-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation", "-w", "dist", "."]
 
 # What lets a compiler assume that NaN, infinity or the order of a sum do not matter, or that the
@@ -48,9 +49,10 @@ def copy_tree(folder):
 
 
 def run(python, arguments, cwd, **variables):
-    """Run an interpreter with no build variable set but those given."""
-    unset = ("CXX", "STEPCLOCK_NATIVE")
+    """Run an interpreter with no build variable set but those given; without CUDA unless asked."""
+    unset = ("CXX", "STEPCLOCK_NATIVE", "STEPCLOCK_CUDA_ARCHS", "CUDA_HOME", "CUDA_PATH")
     kept = {name: value for name, value in os.environ.items() if name not in unset}
+    kept["STEPCLOCK_CUDA"] = "0"
     return subprocess.run(
         [python, *arguments],
         cwd=cwd,
