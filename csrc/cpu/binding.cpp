@@ -186,6 +186,11 @@ std::vector<std::string> list_isas() {
 PYBIND11_MODULE(_C, module) {
   module.doc() = "CPU kernels of stepclock_ext on raw pointers; use stepclock_ext.ops instead.";
   module.attr("CHUNK_ELEMENTS") = kChunkElements;
+#ifdef __clang__
+  module.attr("COMPILER") = __VERSION__;  // names itself
+#else
+  module.attr("COMPILER") = "g++ " __VERSION__;
+#endif
   bind_tables(module);
   bind_gradient_ops(module);
   bind_update_ops(module);
