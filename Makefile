@@ -27,7 +27,7 @@ define quietly
 	@$(2) >$(LOG) 2>&1 || { cat $(LOG); exit 1; }
 endef
 
-.PHONY: help demo test lint check bench clean
+.PHONY: help demo test lint check bench gpu clean
 .NOTPARALLEL:
 
 help:  ## this list
@@ -49,6 +49,14 @@ check: lint test  ## lint, then test
 
 bench: $(BUILT)  ## the benchmarks; nothing else should run meanwhile
 	$(BIN)/python -m pytest bench $(ARGS)
+
+# No package is installed there. A kernel that does not compile fails its stages, not all of them.
+gpu:  ## on a GPU, with the machine's own PYTHON: parity, sanitizer, races
+	@began=$$(date +%s); \
+	archs=$$($(PYTHON) -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())') \
+	  || exit 1; \
+	STEPCLOCK_CUDA=1 STEPCLOCK_CUDA_ARCHS=$$archs $(PYTHON) setup.py build_ext --inplace; \
+	$(PYTHON) -m gpu.run --began $$began $(ARGS)
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info stepclock_ext/*.so

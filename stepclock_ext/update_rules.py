@@ -78,6 +78,8 @@ class AdamRule:
         for row, p, state in zip(group_rows, params, dicts, strict=True):
             if not state:
                 _start_adam(state, p, group, rows.state_dtype(row))
+            if row in rows.walked:
+                _bring_step(state, rows.backend.device)
         columns = {key: [state[key] for state in dicts] for key in self.keys(group)}
         return _fitting([BoundGroup(group_rows, rows.layout(group_rows), params, dicts, columns)])
 
@@ -207,6 +209,13 @@ def _fitting(parts: list[BoundGroup]) -> list[BoundGroup] | None:
     except (TypeError, ValueError):
         return None
     return parts
+
+
+def _bring_step(state: dict[str, Any], device: torch.device) -> None:
+    """torch keeps steps on the CPU; kernels that run on a GPU count them there."""
+    step = state.get("step")
+    if device.type != "cpu" and isinstance(step, Tensor) and step.device != device:
+        state["step"] = step.to(device)
 
 
 def _start_adam(

@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "stepclock_ext"
 MAX_LINES = 300
 SOURCES = ["stepclock_ext/**/*.py", "csrc/**/*.cpp", "csrc/**/*.h", "csrc/**/*.cu", "csrc/**/*.cuh"]
-SOURCES += ["tests/**/*.py", "bench/**/*.py", "*.py"]
+SOURCES += ["tests/**/*.py", "tests/**/*.h", "tests/**/*.cpp", "bench/**/*.py", "gpu/**/*.py"]
+SOURCES += ["*.py"]
 HEAVY = {"rich", "typer", "yaml", "matplotlib", "triton", "torch._dynamo"}
 
 

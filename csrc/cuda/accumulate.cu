@@ -1,7 +1,7 @@
 // Adds micro gradients to window sums, with the sums of squares that ride along; scales sums.
 //
 // Bytes an element: fp32 12 (8 when it stores), bf16 into fp32 10 (6), scale 8. gpu_to_gpu: as in
-// reduce.cu, a chunk is one block's.
+// reduce.cu, a chunk is one block's; a sum that rides has the bits of one that reduce.cu reads.
 #include <cstdint>
 
 #include "launch.h"
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kAccumulateThreads)
   const char* grad = find_column(table, kGrad, span.row);
   const bool aligned = is_aligned(accumulator) && is_aligned(grad);
   Squares squares;
-  for_each_pack<kPackOf<G>>(span, aligned, [&](int64_t i, auto count) {
+  for_each_summed<kSumPackOf<G>>(span, aligned, [&](int64_t i, auto count) {
     accumulate_pack<A, G, decltype(count)::value>(squares, accumulator, grad, i, store);
   });
   write_slot(slots.sums, span.slot, squares.sum, shared);

@@ -50,7 +50,8 @@ struct ClipRule {
   double max_norm;  // infinity: no clipping
   bool slots_are_maxima;
 };
-// Bytes of scratch that coefficient needs, zero before its first use; it leaves them zero.
+// Bytes of scratch that coefficient needs, zero before its first use; it leaves them as it needs
+// them the next time.
 int64_t coefficient_scratch_bytes();
 // stats = {norm before the clip, coefficient, clip factor}
 cudaError_t coefficient(double* stats, void* scratch, const double* slots, int64_t num_slots,

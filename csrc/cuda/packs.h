@@ -45,6 +45,7 @@ __device__ inline void narrow(Float16& to, float x) { to = STEPCLOCK_ISA::to_flo
 // kBytes from one place to the other, in accesses as wide as they allow.
 template <int kBytes>
 __device__ inline void copy_bytes(void* to, const void* from) {
+  STEPCLOCK_NOTE_ACCESS(to, from, kBytes);
   if constexpr (kBytes % 16 == 0) {
 #pragma unroll
     for (int k = 0; k < kBytes / 16; ++k) {
@@ -128,6 +129,30 @@ __device__ inline void for_each_pack(const Span& span, bool aligned, Body body) 
   const int64_t num_packs = aligned ? span.num_elements / kPack : 0;
   for (int64_t i = threadIdx.x; i < num_packs; i += blockDim.x) {
     body(span.begin + i * kPack, Count<kPack>{});
+  }
+  for (int64_t i = num_packs * kPack + threadIdx.x; i < span.num_elements; i += blockDim.x) {
+    body(span.begin + i, Count<1>{});
+  }
+}
+
+// Elements that a thread of a sum takes at a time: as many of fp32 as of 16 bits, since either may
+// stand beside the other.
+template <typename T>
+constexpr int kSumPackOf = sizeof(T) == sizeof(double) ? 2 : 8;
+
+// As for_each_pack, for sums: where a span is not aligned its threads take the same elements in the
+// same order, one at a time, so that a sum has the same bits wherever its elements lie.
+template <int kPack, typename Body>
+__device__ inline void for_each_summed(const Span& span, bool aligned, Body body) {
+  const int64_t num_packs = span.num_elements / kPack;
+  for (int64_t i = threadIdx.x; i < num_packs; i += blockDim.x) {
+    const int64_t first = span.begin + i * kPack;
+    if (aligned) {
+      body(first, Count<kPack>{});
+    } else {
+#pragma unroll 1
+      for (int k = 0; k < kPack; ++k) body(first + k, Count<1>{});
+    }
   }
   for (int64_t i = num_packs * kPack + threadIdx.x; i < span.num_elements; i += blockDim.x) {
     body(span.begin + i, Count<1>{});

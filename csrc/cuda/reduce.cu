@@ -1,8 +1,9 @@
 // Sums of squares, largest magnitudes, and the coefficient that follows from them.
 //
 // Reads 4 bytes an element (fp32) once. gpu_to_gpu: a chunk is one block's, whose threads take its
-// packs in turn and are combined in a fixed tree; slots are added in index order. Squares are taken
-// in fp64, where no product of fp32 values overflows or underflows.
+// packs in turn and are combined in a fixed tree; slots are added in an order that their number
+// alone decides. Squares are taken in fp64, where no product of fp32 values overflows or
+// underflows.
 #include <cmath>
 #include <type_traits>
 
@@ -13,7 +14,7 @@ namespace stepclock {
 namespace cuda {
 namespace {
 
-// 512 threads take eight packs of fp32 each from a chunk: enough loads in flight for a block, and
+// 512 threads take four packs of eight from a chunk: enough loads in flight for a block, and
 // four blocks fill a multiprocessor.
 constexpr int kReduceThreads = 512;
 constexpr int kMaxWarps = kReduceThreads / kWarpSize;
@@ -25,7 +26,7 @@ __global__ void __launch_bounds__(kReduceThreads)
   const Span span = find_span(table, first_chunk, 1);
   const char* x = find_column(table, kAccumulator, span.row);
   double sum = 0.0;
-  for_each_pack<kPackOf<T>>(span, is_aligned(x), [&](int64_t i, auto count) {
+  for_each_summed<kSumPackOf<T>>(span, is_aligned(x), [&](int64_t i, auto count) {
     T values[decltype(count)::value];
     load_raw(x, i, values);
 #pragma unroll

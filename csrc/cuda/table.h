@@ -30,9 +30,11 @@ __device__ inline Span find_span(const TableView& table, int64_t first_chunk, in
   return Span{row, chunk[1] + offset, size, chunk[2], offset};
 }
 
-// The first element of a row in a column; null where the column is not bound.
-__device__ inline char* find_column(const TableView& table, Column column, int64_t row) {
-  return reinterpret_cast<char*>(table.addresses[column * table.num_rows + row]);
+// The first element of a row in a column; null where the column is not used.
+__device__ inline char* find_column(const TableView& table, Column column, int64_t row,
+                                    bool is_used = true) {
+  const int64_t address = is_used ? table.addresses[column * table.num_rows + row] : 0;
+  return as_global(reinterpret_cast<char*>(address));
 }
 
 }  // namespace cuda

@@ -58,8 +58,9 @@ def make_backend(name: str, device: torch.device | None = None) -> Backend:
         )
     if name == "cuda":
         return CudaBackend(device if device is not None and device.type == "cuda" else None)
-    makers = {"cpu": NativeBackend, "triton": TritonBackend}
-    return makers.get(name, ReferenceBackend)()  # type: ignore[return-value]
+    if name == "triton":
+        return TritonBackend(device)
+    return NativeBackend() if name == "cpu" else ReferenceBackend()
 
 
 def _choose(device: torch.device | None) -> str:

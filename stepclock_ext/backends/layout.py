@@ -209,7 +209,7 @@ class Layout:
         for row, tensor in enumerate(tensors):
             where = f"{column} {row}"
             if column == "STEP":
-                _check_step(where, tensor)
+                _check_step(where, tensor, self.backend)
                 continue
             size, strides = self.num_elements[row], self.strides[row]
             dtype = self.dtype(column, row)
@@ -230,6 +230,8 @@ class Layout:
                 )
 
 
-def _check_step(where: str, step: Tensor) -> None:
+def _check_step(where: str, step: Tensor, backend: Backend) -> None:
+    if backend.device.type != "cpu" and step.device != backend.device:
+        raise TypeError(f"{where}: must be on {backend.device}, got {step.device}")
     if step.dtype != torch.float32 or step.numel() != 1:
         raise TypeError(f"{where}: must be one fp32 value, got {tuple(step.shape)} {step.dtype}")

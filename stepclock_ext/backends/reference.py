@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .contract import AccumulateSlots, AdamScalars, AdamStates, Companions, SgdScalars
-from .layout import CHUNK_ELEMENTS, HALVES, Layout, is_dense, real_view
+from .layout import CHUNK_ELEMENTS, HALVES, Layout, is_dense, num_chunks, real_view
 from .rounding import chunk_key, join, random_bits, round_stochastically, split
 
 __all__ = ["ReferenceBackend"]
@@ -78,7 +78,10 @@ class ReferenceBackend:
     ) -> None:
         if slots.grad_sums is not None:
             self.sum_squares_(slots.grad_sums, grads, layout)
-        if slots.prior_sums is not None and not store:
+        if slots.prior_sums is not None and store:
+            for first, size in zip(layout.first_slots, layout.num_elements, strict=True):
+                slots.prior_sums[first : first + num_chunks(size)] = 0.0
+        elif slots.prior_sums is not None:
             self.sum_squares_(slots.prior_sums, accumulators, layout)
         for accumulator, grad in zip(accumulators, grads, strict=True):
             total = _wide(grad) if store else _wide(accumulator) + _wide(grad)

@@ -57,7 +57,8 @@ class TritonBackend:
     """The contract on Triton's kernels, launched on the current stream.
 
     Attributes:
-        device: where tensors must be: the GPU that is current when this is made.
+        device: where tensors must be: the one given, or the GPU that is current now.
+        settles_late: it is a GPU, which runs on while the host goes on.
 
     Raises:
         RuntimeError: see `status`.
@@ -66,11 +67,12 @@ class TritonBackend:
     name = "triton"
     watches_addresses = True
 
-    def __init__(self) -> None:
-        device, found = find_device(), status()
+    def __init__(self, device: torch.device | None = None) -> None:
+        device, found = find_device(device), status()
         if not found.available or device is None:
             raise RuntimeError(f"backend 'triton': {found.reason}")
         self.device = device
+        self.settles_late = device.type != "cpu"
         self._launcher = Launcher(device)
         elements = importlib.import_module(".triton_elements", __package__)
         self._block: int = elements.BLOCK.value
@@ -275,11 +277,6 @@ class TritonBackend:
             bound[column] = tensors
         table.send()
         return table
-
-    def _check_steps(self, steps: Sequence[Tensor]) -> None:
-        for row, step in enumerate(steps):
-            if step.device != self.device:
-                raise TypeError(f"STEP {row}: backend 'triton' cannot take {step.device}")
 
 
 def _columns_of(companions: Companions) -> dict[str, Sequence[Tensor]]:

@@ -31,14 +31,16 @@ def _is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
-def find_device() -> torch.device | None:
-    """Where Triton's kernels run in this process."""
+def find_device(given: torch.device | None = None) -> torch.device | None:
+    """Where Triton's kernels run in this process: on the device given, if it can be that one."""
     if _is_interpreted():
         return torch.device("cpu")
-    if torch.cuda.is_available():  # NVIDIA and AMD
-        return torch.device("cuda", torch.cuda.current_device())
-    if torch.xpu.is_available():
-        return torch.device("xpu", torch.xpu.current_device())
+    for kind, runtime in (("cuda", torch.cuda), ("xpu", torch.xpu)):  # cuda: NVIDIA and AMD
+        if not runtime.is_available():
+            continue
+        if given is not None and given.type == kind and given.index is not None:
+            return given
+        return torch.device(kind, runtime.current_device())
     return None
 
 
