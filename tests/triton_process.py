@@ -79,7 +79,7 @@ def main(arguments):
 
 
 def copies(tensors):
-    """Copies in memory of their own, with the same strides, beginning where the originals do between aligned places."""
+    """Copies with the same strides, that begin where theirs do between two aligned places."""
     copied = []
     for t in tensors:
         first = t.storage_offset() % 16

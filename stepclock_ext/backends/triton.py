@@ -272,8 +272,6 @@ class TritonBackend:
             if moved and same_list:  # t.data was replaced under us
                 layout.verified.pop(column, None)
                 layout.verify(column, tensors)
-            if moved and column == "STEP":
-                self._check_steps(tensors)
             bound[column] = tensors
         table.send()
         return table
