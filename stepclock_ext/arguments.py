@@ -59,10 +59,19 @@ def check_policies(**given: Any) -> None:
 
 
 def check_ema(value: Any) -> EMA | None:
-    """`value`, an `EMA` or None."""
-    if value is None or isinstance(value, EMA):
-        return value
-    raise TypeError(f"{_WHERE}: ema must be an EMA or None, got {value!r}; pass EMA(decay=0.999)")
+    """`value`, an `EMA` that has no wrapper yet, or None."""
+    if value is None:
+        return None
+    if not isinstance(value, EMA):
+        raise TypeError(
+            f"{_WHERE}: ema must be an EMA or None, got {value!r}; pass EMA(decay=0.999)"
+        )
+    if value.is_bound:
+        raise ValueError(
+            f"{_WHERE}: ema must belong to one wrapper, got one that has another; construct a "
+            "second EMA"
+        )
+    return value
 
 
 def check_noise_scale(value: Any, *, norm_type: float) -> None:

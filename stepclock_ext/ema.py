@@ -72,19 +72,6 @@ class EMA:
     def __repr__(self) -> str:
         return f"EMA(decay={self.decay}, warmup={self.warmup}, updates={self.updates})"
 
-    def bind(self) -> None:
-        """Makes this one wrapper's.
-
-        Raises:
-            ValueError: it has a wrapper already.
-        """
-        if self.is_bound:
-            raise ValueError(
-                "ClockedOptimizer: ema must belong to one wrapper, got one that has another; "
-                "construct a second EMA"
-            )
-        self.is_bound = True
-
     @property
     def next_weight(self) -> float:
         """What the next update moves the averages by: 1 - decay, more in the warm-up."""

@@ -158,7 +158,7 @@ class ClockedOptimizer(OptimizerFacade):
         self._build_pass()
         self._attach_first(list(schedulers))
         if ema is not None:
-            ema.bind()
+            ema.is_bound = True
 
     @property
     def clock(self) -> StepClock:
@@ -227,7 +227,8 @@ class ClockedOptimizer(OptimizerFacade):
         if amount == 0:
             return
         if not window.seeded and window.is_scaled:
-            self._settle_late()  # a dynamic scale may have changed
+            if isinstance(self._settings.loss_scale, LossScale):
+                self._settle_late()  # the scale of this window follows from the last one
             window.set_unit(amount)
         self._pass.accumulator.begin_backward()
         try:

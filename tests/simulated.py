@@ -92,6 +92,8 @@ class SimulatedBackend:
     """
 
     name = "simulated"
+    device = torch.device("cpu")
+    settles_late = False
     watches_addresses = False
 
     def __init__(self, path=None):

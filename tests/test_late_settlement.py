@@ -33,9 +33,9 @@ class LateBackend(NativeBackend):
     settles_late = True
 
 
-def start(make, *, late, dtype=torch.float32, steps=2, **options):
+def start(make, *, late, dtype=torch.float32, steps=2, sizes=(3, 70_001, 1), **options):
     torch.manual_seed(1)
-    params = [torch.nn.Parameter(torch.randn(n).to(dtype)) for n in (3, 70_001, 1)]
+    params = [torch.nn.Parameter(torch.randn(n).to(dtype)) for n in sizes]
     ema = EMA(0.9, warmup=True) if options.pop("averages", False) else None
     opt = ClockedOptimizer(
         make(params), gradient_accumulation_steps=steps, backend="cpu", ema=ema, **options
