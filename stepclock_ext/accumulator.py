@@ -160,6 +160,8 @@ class Accumulator:
                 p = self.rows.params[row]
                 p.grad = total.to(p.dtype)
         self.caught.restore({r: t for r, t in held.items() if self._is_caught(r, held)})
+        if self.norms is not None and held:
+            self.norms.load_state_dict(None)  # what they are made of is not known any more
 
     def forget_caught(self) -> None:
         """Drops the sums that do not lie in ``.grad``, and what is known of their norms."""

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from operator import is_
 
 import torch
 from torch import Tensor
 
 from . import ops
 from .gradient_hook import GradientHook, has_hook, remove_hooks
-from .parameters import ParameterRows, register_hook
+from .parameters import ParameterRows, lies_like, register_hook
 
 __all__ = ["CaughtGradients"]
 
-# Small gradients wait for one another until they are worth a call: 64 Ki elements of bf16 are 128
-# KiB, so that what is in flight stays small.
+# Small gradients wait until they are worth a call; 64 Ki of bf16 are 128 KiB in flight.
 _FLUSH_ELEMENTS = 65536
 
 
@@ -71,6 +71,7 @@ class CaughtGradients:
         self._in_micro_step: set[int] = set()
         self._waiting: dict[int, Tensor] = {}
         self._waiting_elements = 0
+        self._stream: torch.cuda.Stream | None = None  # of what waits
         self._complete: list[Tensor] = []
         self._lock = threading.Lock()  # a backward over several devices calls hooks from each
         self.watch()
@@ -98,10 +99,7 @@ class CaughtGradients:
         if len(self._sums) < len(self._all.params) or self._has_sparse:
             return None
         sums = [self._sums[row] for row in self._all.every_row]
-        if not (
-            len(sums) == len(self._complete)
-            and all(a is b for a, b in zip(sums, self._complete, strict=True))
-        ):
+        if len(sums) != len(self._complete) or not all(map(is_, sums, self._complete)):
             self._complete = sums
         return self._complete
 
@@ -113,6 +111,9 @@ class CaughtGradients:
                 self._watch(row)
                 self.catch(row)
         with self._lock:
+            if self._stream is not None:  # autograd has joined the streams of its gradients
+                for grad in self._waiting.values():
+                    grad.record_stream(torch.cuda.current_stream(grad.device))
             self._flush()
 
     def end_micro_step(self) -> set[int]:
@@ -126,8 +127,7 @@ class CaughtGradients:
 
     def is_measured(self, row: int) -> bool:
         """Whether the slots hold the chunk sums of the row's sum as it is now."""
-        total = self._sums.get(row)
-        return total is not None and self._measured.get(row) == total._version
+        return row in self._sums and self._measured.get(row) == self._sums[row]._version
 
     def restore(self, sums: dict[int, Tensor]) -> None:
         """Makes `sums` those of the open window."""
@@ -176,7 +176,7 @@ class CaughtGradients:
     def _new_sum(self, row: int) -> Tensor:
         p = self._all.params[row]
         buffer = self._buffers.get(p)
-        if buffer is None or not _lies_like(buffer, p):
+        if buffer is None or not lies_like(buffer, p):
             buffer = torch.empty_like(p, dtype=torch.float32, requires_grad=False)
             self._buffers[p] = buffer
         return buffer
@@ -196,6 +196,7 @@ class CaughtGradients:
                 self._add_sparse(row, grad.detach())
             return
         with self._lock:
+            self._keep_streams_apart(p)
             if row in self._waiting:
                 self._flush()
             p.grad = None
@@ -206,6 +207,14 @@ class CaughtGradients:
             self._waiting_elements += grad.numel()
             if self._waiting_elements >= _FLUSH_ELEMENTS:
                 self._flush()
+
+    def _keep_streams_apart(self, p: Tensor) -> None:
+        """Gradients that wait are added on the stream that made them."""
+        stream = torch.cuda.current_stream(p.device) if p.is_cuda else None
+        if self._waiting and self._stream is not None and stream != self._stream:
+            with torch.cuda.stream(self._stream):
+                self._flush()
+        self._stream = stream
 
     def _flush(self) -> None:
         """Adds all that waits, in as few calls as there are kinds of it."""
@@ -227,7 +236,7 @@ class CaughtGradients:
         """Whether a kernel can add the gradient that waits."""
         total = self._sums.get(row)
         return (
-            (total is None or _lies_like(total, self._all.params[row]))
+            (total is None or lies_like(total, self._all.params[row]))
             and row in self._all.walked
             and self._all.fits(row)
             and self._all.matches(row, self._waiting[row])
@@ -289,12 +298,3 @@ class CaughtGradients:
             p = self._all.params[row]
             self._sums[row] = torch.empty_like(p, requires_grad=False).copy_(grad)
         self._counts[row] = self._counts.get(row, 0) + 1
-
-
-def _lies_like(total: Tensor, p: Tensor) -> bool:
-    """Whether a sum has the shape, strides and device of its parameter."""
-    return total.layout == p.layout and (total.shape, total.stride(), total.device) == (
-        p.shape,
-        p.stride(),
-        p.device,
-    )

@@ -164,11 +164,11 @@ class _Evaluations:
         with torch.enable_grad():
             loss = self.closure()
         window = opt._window
+        if not isinstance(loss, (Tensor, float, int)):
+            raise TypeError(
+                f"ClockedOptimizer.step: the closure must return the loss, got {loss!r}"
+            )
         if not window.is_pending:
-            if not isinstance(loss, (Tensor, float, int)):
-                raise TypeError(
-                    f"ClockedOptimizer.step: the closure must return the loss, got {loss!r}"
-                )
             opt._count_plain_backward()
             window.loss_known = True
             window.add_loss(loss, 1.0)

@@ -55,6 +55,11 @@ class ParameterCompanions:
         if self.masters is not None:
             self.masters.follow(bound.params)
 
+    def follow_all(self, rows: ParameterRows) -> None:
+        """As `follow`, for every parameter."""
+        if self.masters is not None:
+            self.masters.follow(rows.params)
+
     def settle_all(self) -> None:
         """The parameters are those that the masters belong to: a model has just been loaded."""
         if self.masters is not None:

@@ -26,7 +26,7 @@ from .plan import TrainPlan
 from .precision import check_pairs, check_precision, is_many_processes
 from .remapped_curve import RemappedCurve
 from .schedulers import AttachedSchedulers
-from .settlement import Unsettled, settle_late, settle_window
+from .settlement import Unsettled, settle_late, settle_window, watch_clock
 from .step_info import StepInfo
 from .update_pass import ClipSettings, PassSettings, UpdatePass
 from .window import Window
@@ -534,6 +534,8 @@ class ClockedOptimizer(OptimizerFacade):
             self.optimizers, self._backend, settings, self._companions, self._buffers
         )
         self._pass.accumulator.put(pending)
+        if self._backend.settles_late:
+            watch_clock(self)
         self._expect_micro_step()
 
     def _is_wide(self) -> bool:
@@ -599,6 +601,7 @@ class ClockedOptimizer(OptimizerFacade):
 
     def _refuse_pending(self, method: str) -> None:
         self._refuse_broken(method)
+        self._settle_late()
         pending = self._window.is_pending or self._pass.accumulator.has_unseen()
         self._refuse_uncounted(method, is_uncounted=pending)
 

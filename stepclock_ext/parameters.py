@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import ops
 
-__all__ = ["ParameterRows", "parameter_names", "register_hook"]
+__all__ = ["ParameterRows", "lies_like", "parameter_names", "register_hook"]
 
 
 class ParameterRows:
@@ -61,6 +61,7 @@ class ParameterRows:
         self.wide = frozenset(halves) if is_wide else frozenset()
         self.has_wide_state = is_wide or has_masters
         self._shapes = [p.shape for p in self.params]
+        self._devices = [p.device for p in self.params]
         self._strides = [None if p.is_contiguous() else p.stride() for p in self.params]
         self.is_stale = False
         self.first_slots: list[int] = []
@@ -91,15 +92,18 @@ class ParameterRows:
         return [self.params[row] for row in rows]
 
     def fits(self, row: int) -> bool:
-        """Whether the parameter still has the dtype, shape and strides of the snapshot."""
+        """Whether the parameter still has the dtype, shape, strides and device of the snapshot."""
         p, strides = self.params[row], self._strides[row]
         same = p.is_contiguous() if strides is None else p.stride() == strides
-        return same and p.dtype == self.dtypes[row] and p.shape == self._shapes[row]
+        alike = p.dtype == self.dtypes[row] and p.shape == self._shapes[row]
+        return same and alike and p.device == self._devices[row]
 
     def matches(self, row: int, grad: Tensor) -> bool:
         """Whether `grad` lies in memory as the parameter does, in its dtype."""
         p, strides = self.params[row], self._strides[row]
         if grad.layout != torch.strided or grad.dtype != p.dtype or grad.shape != p.shape:
+            return False
+        if grad.device != p.device:
             return False
         same = grad.is_contiguous() if strides is None else grad.stride() == strides
         return same and not grad.is_conj() and not grad.is_neg()
@@ -151,6 +155,15 @@ class ParameterRows:
 # Sets of present gradients that alternate (mixture of experts) are few; the bound keeps a model
 # whose set is new each window from growing without end.
 _MAX_LAYOUTS = 256
+
+
+def lies_like(total: Tensor, p: Tensor) -> bool:
+    """Whether a sum has the shape, strides and device of its parameter."""
+    return total.layout == p.layout and (total.shape, total.stride(), total.device) == (
+        p.shape,
+        p.stride(),
+        p.device,
+    )
 
 
 def register_hook(p: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:

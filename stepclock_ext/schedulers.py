@@ -16,6 +16,9 @@ from .plan_scheduler import PlanScheduler
 
 __all__ = ["AttachedSchedulers"]
 
+# What torch's schedulers take out of a state that they load.
+_NEEDED = frozenset(("lr_lambdas", "_schedulers"))
+
 
 class AttachedSchedulers:
     """Torch schedulers, moved by updates; metric schedulers only by a metric."""
@@ -140,13 +143,21 @@ class AttachedSchedulers:
         """Refuses saved states that are not of these schedulers.
 
         Raises:
-            ValueError: there are more or fewer of them.
+            ValueError: there are more or fewer of them, or they are of another kind.
         """
         if len(states) != len(self.schedulers):
             raise ValueError(
                 f"ClockedOptimizer.load_state_dict: the state holds {len(states)} schedulers, this "
                 f"wrapper {len(self.schedulers)}; attach the same ones before loading"
             )
+        for scheduler, saved in zip(self.schedulers, states, strict=True):
+            lacking = _NEEDED.intersection(scheduler.state_dict()) - saved["state"].keys()
+            if lacking:
+                raise ValueError(
+                    "ClockedOptimizer.load_state_dict: the state's scheduler must be a "
+                    f"{type(scheduler).__name__}, got one without {sorted(lacking)}; attach the "
+                    "same ones before loading"
+                )
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
         """Takes over what `state_dict` gave."""

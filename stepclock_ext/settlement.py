@@ -8,12 +8,14 @@ reads what happened and moves the clock, when somebody asks or the next micro st
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from .clock import StepClock
 from .loss_scale import LossScale
 from .noise_scale import NoiseSample
 from .norm import Measurement
@@ -24,7 +26,15 @@ from .window_gradients import WindowGradients
 if TYPE_CHECKING:
     from .optimizer import ClockedOptimizer
 
-__all__ = ["Unsettled", "settle_late", "settle_skip", "settle_update", "settle_window"]
+__all__ = [
+    "LateClock",
+    "Unsettled",
+    "settle_late",
+    "settle_skip",
+    "settle_update",
+    "settle_window",
+    "watch_clock",
+]
 
 
 def settle_window(opt: ClockedOptimizer) -> StepInfo:
@@ -68,12 +78,16 @@ def _follow_update(
     measurement: Measurement,
     lr: tuple[float, ...],
     noise: float | None = None,
+    late: Unsettled | None = None,
 ) -> StepInfo:
     opt._last_lr = lr
     opt._companions.count_update()
+    info = opt._info(window, measurement, lr=lr, updated=True, noise_scale=noise)
+    if late is not None:
+        late.info = info  # also where a scheduler raises
     opt._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
     opt._schedulers.step()
-    return opt._info(window, measurement, lr=lr, updated=True, noise_scale=noise)
+    return info
 
 
 def settle_skip(
@@ -126,7 +140,9 @@ class _Reading:
     def __init__(self, numbers: Tensor) -> None:
         self._event: Any = None
         if numbers.device.type == "cuda":
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers = torch.empty(
+                numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True
+            )
             self._numbers.copy_(numbers, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(numbers.device))
@@ -139,6 +155,48 @@ class _Reading:
             self._event.synchronize()
         numbers: list[float] = self._numbers.tolist()
         return numbers
+
+
+_READ = frozenset(
+    (
+        "micro_step",
+        "update_step",
+        "skipped_updates",
+        "epoch",
+        "micro_step_in_epoch",
+        "weight_seen",
+        "micro_step_in_window",
+        "due",
+        "state_dict",
+    )
+)
+
+
+class LateClock(StepClock):
+    """A clock whose readers first see to it that the last update is settled."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _READ:
+            owner = vars(self)["owner"]()
+            if owner is not None:
+                owner._settle_late()
+        return super().__getattribute__(name)
+
+    def __reduce__(self) -> Any:
+        return _copy_clock, (self.state_dict(), self.updates_per_epoch, self._fired_all)
+
+
+def watch_clock(opt: ClockedOptimizer) -> None:
+    """Makes the wrapper's clock one that settles, whoever holds it."""
+    opt._clock.__class__ = LateClock
+    vars(opt._clock)["owner"] = weakref.ref(opt)
+
+
+def _copy_clock(state: dict[str, Any], updates_per_epoch: Any, fired_all: int) -> StepClock:
+    clock = StepClock(updates_per_epoch=updates_per_epoch)
+    clock.load_state_dict(state)
+    clock._fired_all = fired_all
+    return clock
 
 
 @dataclass(eq=False)
@@ -169,9 +227,12 @@ def _may_be_late(opt: ClockedOptimizer, gradients: WindowGradients) -> bool:
         and opt.nonfinite == "skip"
         and opt.max_consecutive_skips is None
         and opt._noise is None
+        and opt._settings.next_loss_scale is None
         and opt._clip.norm_type in (2.0, math.inf)
         and not gradients.odd
+        and (rows.all_walked or opt._companions.ema is None)
         and all(dtype.itemsize <= 4 for dtype in rows.dtypes)
+        and opt._pass.is_bound(gradients)
     )
 
 
@@ -207,7 +268,7 @@ def settle_late(opt: ClockedOptimizer) -> None:
         return
     norm, coefficient, clip, *losses = late.reading.wait()
     if losses:
-        late.window.loss_sum = torch.tensor(losses[0], dtype=torch.float64)
+        late.window.loss_sum = torch.tensor(losses[0], dtype=torch.float64, device="cpu")
     finite = math.isfinite(norm)
     measurement = Measurement(late.stats, norm, coefficient, norm * clip, finite)
     opt._settings.settle(finite=finite)
@@ -215,7 +276,7 @@ def settle_late(opt: ClockedOptimizer) -> None:
         opt._window.scale = opt._settings.scale
     if finite:
         opt.clock.tick_update()
-        late.info = _follow_update(opt, late.window, measurement, late.lr)
+        _follow_update(opt, late.window, measurement, late.lr, late=late)
     else:
         opt.clock.tick_skip()
         late.info = opt._info(late.window, measurement, lr=late.lr, skipped=True)

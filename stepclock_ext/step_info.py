@@ -53,7 +53,8 @@ class LateStepInfo(StepInfo):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_read" not in vars(self):
             raise AttributeError(name)
-        info = vars(self).pop("_read")()
+        info = vars(self)["_read"]()
+        del vars(self)["_read"]
         vars(self).update(vars(info))
         object.__setattr__(self, "__class__", StepInfo)
         return getattr(self, name)
@@ -67,3 +68,6 @@ class LateStepInfo(StepInfo):
         return self.updated in (True, False) and StepInfo.__eq__(self, other)
 
     __hash__ = StepInfo.__hash__
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.updated in (True, False) and object.__reduce_ex__(self, protocol)

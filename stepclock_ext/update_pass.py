@@ -167,6 +167,10 @@ class UpdatePass:
         self._companions.move_rest(self.rows, _moved_rows(prepared), measurement.stats)
         self.has_updated = True
 
+    def is_bound(self, gradients: WindowGradients) -> bool:
+        """Whether the rules have run on these rows before, so that their states are there."""
+        return all(updater.is_bound(self.rows, gradients) for updater in self._updaters)
+
     def is_rule_alone(self, prepared: Sequence[Plans]) -> bool:
         """Whether nothing but our kernels will move: no step hook, and no state to be made."""
         alone = zip(self._updaters, prepared, strict=True)

@@ -144,6 +144,14 @@ class Updater:
         self.inner._opt_called = True  # type: ignore[attr-defined]
         self._run(plans, stats)
 
+    def is_bound(self, rows: ParameterRows, gradients: WindowGradients) -> bool:
+        """Whether the rule has run on these rows before."""
+        groups = zip(self.inner.param_groups, self._group_rows(rows, gradients), strict=True)
+        return all(
+            not group_rows or self._bound.get(id(group), ((), []))[0] == group_rows
+            for group, group_rows in groups
+        )
+
     def is_rule_alone(self, plans: list[RulePlan] | None) -> bool:
         """Whether nothing but the rule will move, and no state is to be made by it."""
         if plans is None or has_step_hooks(self.inner):

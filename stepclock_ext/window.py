@@ -110,5 +110,7 @@ class Window:
         if not all(isinstance(number, (int, float)) for number in numbers):
             raise ValueError(f"Window: scale, unit and weights must be numbers, got {numbers}")
         loss_sum = state["loss_sum"]
-        tensor = None if loss_sum is None else torch.tensor(loss_sum, dtype=torch.float64)
+        tensor = (
+            None if loss_sum is None else torch.tensor(loss_sum, dtype=torch.float64, device="cpu")
+        )
         return Window(**{**state, "loss_sum": tensor})

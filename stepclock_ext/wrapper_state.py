@@ -32,6 +32,7 @@ def save(opt: ClockedOptimizer) -> dict[str, Any]:
 
     Several optimizers become one: their groups follow one another and parameters are numbered on.
     """
+    opt._settle_late()
     state: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []
     for inner in opt.optimizers:
@@ -76,6 +77,7 @@ def load(
     if not isinstance(state, dict):
         raise TypeError(f"{_WHERE}: the state must be a dict, got {type(state).__name__}")
     _check_groups(opt, state)
+    _check_states(opt, state)
     own = None if "stepclock" not in state else _read_own(opt, state["stepclock"])
     resumption = resume.decide(
         opt, state, how=remap, lr_scaling=lr_scaling, factory=scheduler_factory
@@ -125,6 +127,25 @@ def _stands(saved: Tensor, own: torch.dtype) -> bool:
     """Whether a state of that dtype can stand beside a parameter of dtype `own`."""
     up_to_fp32 = (*ops.HALVES, torch.float32)
     return saved.dtype in up_to_fp32 and own in up_to_fp32
+
+
+def _check_states(opt: ClockedOptimizer, state: dict[str, Any]) -> None:
+    """Refuses states that an optimizer would load and stumble over in its next update."""
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    owners = [
+        (inner, p) for inner in opt.optimizers for g in inner.param_groups for p in g["params"]
+    ]
+    for index, (inner, p) in zip(indices, owners, strict=True):
+        values = state["state"].get(index, {})
+        if not isinstance(values, dict):
+            raise ValueError(f"{_WHERE}: state {index} must be a dict, got {values!r}")
+        for key, value in values.items():
+            is_moment = type(inner) in RULES and key != "step" and isinstance(value, Tensor)
+            if is_moment and value.shape != p.shape:
+                raise ValueError(
+                    f"{_WHERE}: {key!r} of state {index} is {tuple(value.shape)}, its parameter "
+                    f"{tuple(p.shape)}; load the state of this model"
+                )
 
 
 def _part(state: dict[str, Any], groups: list[dict[str, Any]], first: int) -> dict[str, Any]:
@@ -238,6 +259,7 @@ def _apply_own(opt: ClockedOptimizer, own: _Own, *, keeps_schedulers: bool) -> N
 def pack(opt: ClockedOptimizer) -> dict[str, Any]:
     """Attributes for a copy. Accumulators go along: copying a parameter leaves its ``.grad``."""
     opt._settle_late()
+    opt._companions.follow_all(opt._pass.rows)  # a copy's parameters count their versions anew
     state = {name: value for name, value in vars(opt).items() if name not in _DERIVED}
     accumulator = opt._pass.accumulator
     state["held"], norms = accumulator.held(), accumulator.norms
@@ -252,7 +274,7 @@ def unpack(opt: ClockedOptimizer, state: dict[str, Any]) -> None:
     opt._buffers = {}
     opt._backend = ops.make_backend(opt._backend_name, arguments.first_device(opt.optimizers))
     opt._build_pass()
-    opt._companions.settle_all()  # copied parameters count their versions anew
+    opt._companions.settle_all()
     accumulator = opt._pass.accumulator
     if held:
         accumulator.restore(held)

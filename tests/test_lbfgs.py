@@ -113,3 +113,12 @@ def test_the_state_of_lbfgs_goes_from_wrapper_to_bare_and_back(kwargs, backend):
     minimise_wrapped(params, opt)
     minimise(others, plain)
     assert_all_bit_equal(params, others)
+
+
+def test_a_closure_that_returns_no_loss_is_named_whichever_backward_it_calls():
+    w = torch.nn.Parameter(torch.ones(2))
+    opt = ClockedOptimizer(torch.optim.LBFGS([w]))
+    for backward in (opt.backward, lambda loss: loss.backward()):
+        with pytest.raises(TypeError, match="the closure must return the loss, got None"):
+            opt.step(lambda call=backward: call((w * w).sum()))
+        opt.discard()

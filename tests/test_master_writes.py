@@ -1,6 +1,7 @@
 """Masters follow what is written into their parameters from outside, in any order with a load."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -267,3 +268,16 @@ def test_a_sparse_gradient_is_refused_and_changes_nothing(dtype, backend):
     opt.backward(dense.float().sum())
     assert opt.step().updated
     assert opt.master_weight(dense).tolist() == [1 - 2.0**-12] * 4
+
+
+@each_half
+@each_write
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_write_before_a_copy_goes_along(dtype, write_, how):
+    (p,) = params = start_params(dtype, shapes=[(3,)])
+    opt = trained(dtype, "cpu", params)
+    with torch.no_grad():
+        write_(p)
+    (copied,), other = how((params, opt))
+    assert_bit_equal(other.master_weight(copied), p.detach().float())
+    assert_bit_equal(opt.master_weight(p), p.detach().float())

@@ -263,3 +263,13 @@ def test_what_it_cannot_be_made_of_is_refused():
         clocked_sgd(w, noise_scale=True, norm_type=float("inf"))
     info = micro_step(clocked_sgd(w), [w], Micro(1, {0: torch.tensor(2.0)}))
     assert info.updated and info.noise_scale is None
+
+
+def test_a_longer_window_after_an_uncounted_backward_does_not_tell():
+    w = torch.nn.Parameter(torch.ones(1))
+    opt = ClockedOptimizer(torch.optim.SGD([w], lr=0.0), noise_scale=True)
+    w.sum().backward()
+    opt.gradient_accumulation_steps = 2
+    opt.step()
+    (3 * w).sum().backward()
+    assert opt.step().noise_scale is None

@@ -6,8 +6,11 @@ import pickle
 
 import pytest
 import torch
+from helpers import run_micro_steps
 from tolerance import assert_all_bit_equal, assert_same_state
 from training import MAKERS, NUM_MICRO, SIZES, Training
+
+from stepclock_ext import ClockedOptimizer
 
 each_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 INSIDE = 6  # a micro step in the middle of a window
@@ -185,3 +188,37 @@ def test_what_is_no_dict_is_refused_and_changes_nothing(state):
     with pytest.raises(TypeError):
         training.opt.load_state_dict(state)
     assert_same_state(training.opt.state_dict(), before)
+
+
+def trained_adamw():
+    w = torch.nn.Parameter(torch.ones(2))
+    opt = ClockedOptimizer(torch.optim.AdamW([w], lr=0.1))
+    opt.attach(torch.optim.lr_scheduler.LambdaLR(opt, lambda u: 1.0))
+    run_micro_steps(opt, w, [1, 1])
+    return w, opt
+
+
+DAMAGES = {
+    "another scheduler": (
+        lambda state: state["stepclock"]["schedulers"][0]["state"].pop("lr_lambdas"),
+        "the state's scheduler must be a LambdaLR",
+    ),
+    "no dict": (lambda state: state["state"].update({0: None}), "state 0 must be a dict, got None"),
+    "another shape": (
+        lambda state: state["state"][0].update(exp_avg=torch.ones(7)),
+        r"'exp_avg' of state 0 is \(7,\), its parameter \(2,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_a_state_that_an_update_would_stumble_over_is_refused_and_changes_nothing(damage, message):
+    w, opt = trained_adamw()
+    state = copy.deepcopy(opt.state_dict())
+    damage(state)
+    before = copy.deepcopy((opt.state_dict()["stepclock"]["clock"], opt.state[w]))
+    with pytest.raises(ValueError, match=message):
+        opt.load_state_dict(state)
+    after = (opt.state_dict()["stepclock"]["clock"], opt.state[w])
+    assert before[0] == after[0]
+    assert all(torch.equal(before[1][key], after[1][key]) for key in before[1])

@@ -68,18 +68,19 @@ class DeviceTable:
     def __init__(self, layout: Layout, device: torch.device) -> None:
         num_rows = len(layout.num_elements)
         self.device = device
-        self._addresses = torch.zeros((len(COLUMNS), num_rows), dtype=torch.int64)
+        # device="cpu" also where another default device is set.
+        self._addresses = torch.zeros((len(COLUMNS), num_rows), dtype=torch.int64, device="cpu")
         self._is_sent = False
         self._staged = self._addresses
         self.sections, chunks = _cut(layout)
-        self.chunks = torch.tensor(chunks, dtype=torch.int64).reshape(-1, 3).to(device)
-        self.num_elements = torch.tensor(layout.num_elements, dtype=torch.int64).to(device)
+        self.chunks = torch.tensor(chunks, dtype=torch.int64, device=device).reshape(-1, 3)
+        self.num_elements = torch.tensor(layout.num_elements, dtype=torch.int64, device=device)
         self.addresses = torch.zeros_like(self._addresses, device=device)
         self.biases = torch.zeros((num_rows, 2), dtype=torch.float64, device=device)
 
     def bind(self, column: str, tensors: Sequence[Tensor]) -> bool:
         """Points a column at `tensors`, one a row; whether one of them has moved."""
-        now = torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64)
+        now = torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device="cpu")
         row = self._addresses[COLUMNS.index(column)]
         moved = not torch.equal(row, now)
         if moved:
