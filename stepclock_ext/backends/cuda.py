@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .compiled import DTYPE_CODES, adam_settings, companion_settings, sgd_settings
 from .contract import (
     AccumulateSlots,
     AdamScalars,
@@ -23,11 +24,10 @@ from .contract import (
     SgdScalars,
 )
 from .device_table import DeviceTable
-from .layout import Layout, is_dense, real_dtype
+from .layout import Layout
+from .table_backend import TableBackend
 
 __all__ = ["CudaBackend", "load", "status"]
-
-_DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
 def load() -> ModuleType | None:
@@ -54,7 +54,7 @@ def status() -> BackendStatus:
     return BackendStatus(available=True, reason=built)
 
 
-class CudaBackend:
+class CudaBackend(TableBackend):
     """The contract on ``_CUDA``, launched on the current stream.
 
     Attributes:
@@ -66,7 +66,6 @@ class CudaBackend:
 
     name = "cuda"
     settles_late = True
-    watches_addresses = True
 
     def __init__(self, device: torch.device | None = None) -> None:
         module, found = load(), status()
@@ -77,28 +76,6 @@ class CudaBackend:
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         scratch_bytes = module.SCRATCH_BYTES
         self._scratch = torch.zeros(scratch_bytes, dtype=torch.uint8, device=self.device)
-
-    def supports(self, tensor: Tensor) -> bool:
-        return (
-            tensor.device == self.device
-            and tensor.layout == torch.strided
-            and real_dtype(tensor.dtype) in _DTYPE_CODES
-            and not tensor.is_conj()
-            and is_dense(tensor)
-        )
-
-    def release(self, layout: Layout, columns: Sequence[str]) -> None:
-        bound = layout.cache.get("bound", {})
-        for column in columns:
-            bound.pop(column, None)
-
-    def gather_params(self, params: list[Tensor], layout: Layout) -> bool:
-        """No shortcut."""
-        return False
-
-    def gather_gradients(self, params: list[Tensor], layout: Layout) -> list[Tensor] | None:
-        """No shortcut."""
-        return None
 
     def sum_squares_(self, slots: Tensor, tensors: Sequence[Tensor], layout: Layout) -> None:
         table, _ = self._bind(layout, ACCUMULATOR=tensors)
@@ -154,16 +131,8 @@ class CudaBackend:
             MASTER=companions.masters,
             AVERAGE=companions.averages,
         )
-        settings = self._c.AdamScalars(
-            lr=scalars.lr,
-            beta1=scalars.beta1,
-            beta2=scalars.beta2,
-            eps=scalars.eps,
-            weight_decay=scalars.weight_decay,
-            decoupled=scalars.decoupled,
-            amsgrad=scalars.amsgrad,
-        )
-        along, address = self._companions(companions), stats.data_ptr()
+        settings = adam_settings(self._c, scalars)
+        along, address = companion_settings(self._c, companions), stats.data_ptr()
         self._c.adam(table, biases, address, settings, along, scalars.maximize, self._stream())
 
     def sgd_(
@@ -184,15 +153,8 @@ class CudaBackend:
             MASTER=companions.masters,
             AVERAGE=companions.averages,
         )
-        settings = self._c.SgdScalars(
-            lr=scalars.lr,
-            momentum=scalars.momentum if buffers is not None else 0.0,
-            dampening=scalars.dampening,
-            weight_decay=scalars.weight_decay,
-            nesterov=scalars.nesterov,
-            first=scalars.first,
-        )
-        along, address = self._companions(companions), stats.data_ptr()
+        settings = sgd_settings(self._c, scalars, has_buffers=buffers is not None)
+        along, address = companion_settings(self._c, companions), stats.data_ptr()
         self._c.sgd(table, address, settings, along, scalars.maximize, self._stream())
 
     def move_average_(
@@ -200,34 +162,18 @@ class CudaBackend:
     ) -> None:
         columns = {"MASTER": companions.masters, "AVERAGE": companions.averages}
         table, _ = self._bind(layout, PARAM=params, **columns)
-        along = self._companions(companions)
+        along = companion_settings(self._c, companions)
         self._c.move_average(table, stats.data_ptr(), along, self._stream())
 
     def _stream(self) -> int:
         return int(torch.cuda.current_stream(self.device).cuda_stream)
 
-    def _companions(self, companions: Companions) -> Any:
-        return self._c.Companions(
-            has_masters=companions.masters is not None,
-            has_averages=companions.averages is not None,
-            stochastic=companions.rounding_key is not None,
-            gated=companions.is_gated,
-            average_weight=companions.average_weight,
-            rounding_key=companions.rounding_key or 0,
-        )
-
     def _bind(self, layout: Layout, **columns: Sequence[Tensor] | None) -> tuple[Any, int]:
         """Points the layout's table at `columns` and sends it; the table, and its biases."""
         table, native = self._tables(layout)
-        bound = layout.cache.setdefault("bound", {})
         for column, tensors in columns.items():
-            if tensors is None:
-                continue
-            same_list = bound.pop(column, None) is tensors
-            if table.bind(column, tensors) and same_list:  # t.data was replaced under us
-                layout.verified.pop(column, None)
-                layout.verify(column, tensors)
-            bound[column] = tensors
+            if tensors is not None:
+                self.point(layout, column, tensors, table.bind)
         table.send()
         return native, table.biases.data_ptr()
 
@@ -244,9 +190,9 @@ class CudaBackend:
                     (
                         section.first_chunk,
                         section.num_chunks,
-                        _DTYPE_CODES[section.param],
-                        _DTYPE_CODES[section.accumulator],
-                        _DTYPE_CODES[section.state],
+                        DTYPE_CODES[section.param],
+                        DTYPE_CODES[section.accumulator],
+                        DTYPE_CODES[section.state],
                     )
                     for section in table.sections
                 ],

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .compiled import DTYPE_CODES, adam_settings, companion_settings, sgd_settings
 from .contract import (
     AccumulateSlots,
     AdamScalars,
@@ -22,11 +23,10 @@ from .contract import (
     Companions,
     SgdScalars,
 )
-from .layout import Layout, is_dense, real_dtype
+from .layout import Layout
+from .table_backend import TableBackend
 
 __all__ = ["NativeBackend", "load", "status"]
-
-_DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
 def load() -> ModuleType | None:
@@ -48,13 +48,12 @@ def status() -> BackendStatus:
     return BackendStatus(available=True, reason=f"{module.isa()} kernels, {module.thread_pool()}")
 
 
-class NativeBackend:
+class NativeBackend(TableBackend):
     """The contract on ``_C``; threads follow ``torch.get_num_threads()``."""
 
     name = "cpu"
     device = torch.device("cpu")
     settles_late = False
-    watches_addresses = True
 
     def __init__(self) -> None:
         module = load()
@@ -67,19 +66,8 @@ class NativeBackend:
         self._sums = module.Column.ACCUMULATOR
         self._columns = {name: int(column) for name, column in module.Column.__members__.items()}
 
-    def supports(self, tensor: Tensor) -> bool:
-        return (
-            tensor.device.type == "cpu"
-            and tensor.layout == torch.strided
-            and real_dtype(tensor.dtype) in _DTYPE_CODES
-            and not tensor.is_conj()
-            and is_dense(tensor)
-        )
-
     def release(self, layout: Layout, columns: Sequence[str]) -> None:
-        bound = layout.cache.get("bound", {})
-        for column in columns:
-            bound.pop(column, None)
+        super().release(layout, columns)
         layout.cache.pop("gathered", None)
 
     def holds_same(self, dicts: list[dict[str, Any]], key: str, items: list[Any]) -> bool:
@@ -137,15 +125,7 @@ class NativeBackend:
         if states.max_exp_avg_sqs is not None:
             self._bind(layout, "MAX_EXP_AVG_SQ", states.max_exp_avg_sqs)
         self._bind(layout, "STEP", states.steps)
-        settings = self._c.AdamScalars(
-            lr=scalars.lr,
-            beta1=scalars.beta1,
-            beta2=scalars.beta2,
-            eps=scalars.eps,
-            weight_decay=scalars.weight_decay,
-            decoupled=scalars.decoupled,
-            amsgrad=scalars.amsgrad,
-        )
+        settings = adam_settings(self._c, scalars)
         along = self._bind_companions(layout, companions)
         threads = torch.get_num_threads()
         self._c.adam(table, settings, along, stats.data_ptr(), scalars.maximize, threads)
@@ -164,14 +144,7 @@ class NativeBackend:
         self._bind(layout, "ACCUMULATOR", sums)
         if buffers is not None:
             self._bind(layout, "BUFFER", buffers)
-        settings = self._c.SgdScalars(
-            lr=scalars.lr,
-            momentum=scalars.momentum if buffers is not None else 0.0,
-            dampening=scalars.dampening,
-            weight_decay=scalars.weight_decay,
-            nesterov=scalars.nesterov,
-            first=scalars.first,
-        )
+        settings = sgd_settings(self._c, scalars, has_buffers=buffers is not None)
         along = self._bind_companions(layout, companions)
         threads = torch.get_num_threads()
         self._c.sgd(table, settings, along, stats.data_ptr(), scalars.maximize, threads)
@@ -205,25 +178,18 @@ class NativeBackend:
             self._bind(layout, "MASTER", companions.masters)
         if companions.averages is not None:
             self._bind(layout, "AVERAGE", companions.averages)
-        return self._c.Companions(
-            has_masters=companions.masters is not None,
-            has_averages=companions.averages is not None,
-            stochastic=companions.rounding_key is not None,
-            gated=companions.is_gated,
-            average_weight=companions.average_weight,
-            rounding_key=companions.rounding_key or 0,
-        )
+        return companion_settings(self._c, companions)
 
     def _table(self, layout: Layout) -> Any:
         table = layout.cache.get(self.name)
         if table is None:
-            codes = [_DTYPE_CODES[dtype] for dtype in layout.dtypes]
+            codes = [DTYPE_CODES[dtype] for dtype in layout.dtypes]
             table = self._c.Table(list(layout.num_elements), codes, list(layout.first_slots))
             layout.cache[self.name] = table
         if not layout.cache.get("dtypes_sent"):
             table.set_dtypes(
-                [_DTYPE_CODES[dtype] for dtype in layout.accumulator_dtypes],
-                [_DTYPE_CODES[dtype] for dtype in layout.state_dtypes],
+                [DTYPE_CODES[dtype] for dtype in layout.accumulator_dtypes],
+                [DTYPE_CODES[dtype] for dtype in layout.state_dtypes],
             )
             layout.cache["dtypes_sent"] = True
         return table
@@ -233,14 +199,12 @@ class NativeBackend:
         table = self._table(layout)
         if any(tensors is gathered for gathered in layout.cache.get("gathered", ())):
             return table
-        bound = layout.cache.setdefault("bound", {})
-        same_list = bound.pop(column, None) is tensors
-        listed = tensors if isinstance(tensors, list) else list(tensors)
-        moved = table.bind(self._columns[column], listed)
-        if moved and same_list:  # t.data was replaced under us
-            layout.verified.pop(column, None)
-            layout.verify(column, tensors)
-        bound[column] = tensors
+
+        def bind(name: str, now: Sequence[Tensor]) -> bool:
+            listed = now if isinstance(now, list) else list(now)
+            return bool(table.bind(self._columns[name], listed))
+
+        self.point(layout, column, tensors, bind)
         return table
 
 

@@ -24,8 +24,9 @@ from .contract import (
     SgdScalars,
 )
 from .device_table import Section
-from .layout import CHUNK_ELEMENTS, HALVES, Layout, is_dense, real_dtype
-from .triton_launch import DTYPES, Launcher, TritonTable, find_device, log_parts, to_bits
+from .layout import CHUNK_ELEMENTS, HALVES, Layout
+from .table_backend import TableBackend
+from .triton_launch import Launcher, TritonTable, find_device, log_parts, to_bits
 
 __all__ = ["TritonBackend", "status"]
 
@@ -53,7 +54,7 @@ def status() -> BackendStatus:
     return BackendStatus(available=True, reason=f"triton {version}, {how}")
 
 
-class TritonBackend:
+class TritonBackend(TableBackend):
     """The contract on Triton's kernels, launched on the current stream.
 
     Attributes:
@@ -65,7 +66,6 @@ class TritonBackend:
     """
 
     name = "triton"
-    watches_addresses = True
 
     def __init__(self, device: torch.device | None = None) -> None:
         device, found = find_device(device), status()
@@ -80,28 +80,6 @@ class TritonBackend:
         self._sums: Any = importlib.import_module(".triton_sums", __package__)
         self._updates: Any = importlib.import_module(".triton_updates", __package__)
         self._partials = torch.zeros(_MAX_PARTIALS, dtype=torch.float64, device=device)
-
-    def supports(self, tensor: Tensor) -> bool:
-        return (
-            tensor.device == self.device
-            and tensor.layout == torch.strided
-            and real_dtype(tensor.dtype) in DTYPES
-            and not tensor.is_conj()
-            and is_dense(tensor)
-        )
-
-    def release(self, layout: Layout, columns: Sequence[str]) -> None:
-        bound = layout.cache.get("bound", {})
-        for column in columns:
-            bound.pop(column, None)
-
-    def gather_params(self, params: list[Tensor], layout: Layout) -> bool:
-        """No shortcut."""
-        return False
-
-    def gather_gradients(self, params: list[Tensor], layout: Layout) -> list[Tensor] | None:
-        """No shortcut."""
-        return None
 
     def sum_squares_(self, slots: Tensor, tensors: Sequence[Tensor], layout: Layout) -> None:
         self._on_sums(self._sums.sum_squares_kernel, 1, slots, tensors, layout)
@@ -265,14 +243,8 @@ class TritonBackend:
         if table is None or not layout.cache.get("dtypes_sent"):
             table = layout.cache[self.name] = TritonTable(layout, self.device)
             layout.cache["dtypes_sent"] = True
-        bound = layout.cache.setdefault("bound", {})
         for column, tensors in columns.items():
-            same_list = bound.pop(column, None) is tensors
-            moved = table.bind(column, tensors)
-            if moved and same_list:  # t.data was replaced under us
-                layout.verified.pop(column, None)
-                layout.verify(column, tensors)
-            bound[column] = tensors
+            self.point(layout, column, tensors, table.bind)
         table.send()
         return table
 
