@@ -9,12 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ActivationFit", "MemoryLedger", "estimate_activation_bytes"]
+from .state_sizes import count_moments, master_size, sum_dtype, wide_dtype
 
-# Moments of the size of a parameter that an optimizer keeps; its step counters are left out.
-_MOMENTS = {"sgd": 0, "adam": 2, "adamw": 2}
-_EXTRA_MOMENTS = {"momentum": ("sgd",), "amsgrad": ("adam", "adamw")}
-_16_BIT = (torch.bfloat16, torch.float16)
+__all__ = ["ActivationFit", "MemoryLedger", "estimate_activation_bytes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +22,15 @@ class MemoryLedger:
 
         parameter 2, sum 4, no gradient (dropped as it arrives), each moment 4
         with masters: bf16 +2 (the lower half of the fp32 value), fp16 +4 (an fp32 copy)
+        with sharded states on N ranks: moments and masters / N
 
     Attributes:
         parameter_bytes: the parameters, each once, trained or not.
         buffer_bytes: what else a module keeps on the device.
         gradient_bytes: one gradient of each trained parameter, which is its window sum as well
             unless an accumulator is apart; none beside an fp32 sum that the fused rule reads.
-        accumulator_bytes: window sums in a dtype that is not the gradient's.
+        accumulator_bytes: window sums in a dtype that is not the gradient's, or in the buckets of
+            the wrapper's own reduction.
         master_bytes: what 16-bit parameters need to be exact fp32 values.
         moment_bytes: the optimizer's state.
         ema_bytes: averaged weights, fp32 for 16-bit parameters.
@@ -44,6 +43,9 @@ class MemoryLedger:
         >>> half = {"dtype": torch.bfloat16, "gradient_accumulation_steps": 8}
         >>> MemoryLedger.of(1_000_000, **half).total_bytes
         14000000
+        >>> zero_1 = {"process_group": True, "shard_states": True, "world_size": 8}
+        >>> MemoryLedger.of(1_000_000, **half, **zero_1).total_bytes
+        7000000
         >>> print(MemoryLedger.of(1_000_000, optimizer="sgd").table(measured_bytes=10_000_000))
         parameters          4,000,000
         gradients           4,000,000
@@ -74,6 +76,9 @@ class MemoryLedger:
         master_weights: bool = False,
         fused: bool = True,
         ema: bool = False,
+        process_group: bool = False,
+        shard_states: bool = False,
+        world_size: int = 1,
         activation_bytes: int = 0,
     ) -> MemoryLedger:
         """The ledger of a model.
@@ -94,6 +99,13 @@ class MemoryLedger:
                 dtype beside any other sum, and keeps moments in that dtype; with masters, which are
                 whole fp32 copies, moments are fp32.
             ema: averaged weights are kept.
+            process_group: the wrapper reduces gradients by itself. It sums them in flat buckets,
+                fp32 for 16-bit parameters, also in windows of one micro step; the buckets take the
+                place of gradients.
+            shard_states: moments and masters are shared among the ranks: ceil(numel / world_size)
+                elements of each parameter. In truth shares are slices of the buckets, whose padding
+                comes on top: below 64 elements a parameter and 64 * world_size a bucket.
+            world_size: how many ranks there are; it counts with `shard_states` alone.
             activation_bytes: of the largest micro batch; see `estimate_activation_bytes` and
                 `ActivationFit`.
 
@@ -103,7 +115,13 @@ class MemoryLedger:
         parts = {name: 0 for name in (field.name for field in fields(MemoryLedger))}
         parts["activation_bytes"] = _check_count("activation_bytes", activation_bytes, least=0)
         steps = _check_count("gradient_accumulation_steps", gradient_accumulation_steps, least=1)
-        num_moments = _count_moments(optimizer, momentum=momentum, amsgrad=amsgrad)
+        num_ranks = _check_count("world_size", world_size, least=1)
+        if shard_states and not process_group:
+            raise ValueError(
+                "MemoryLedger.of: shard_states must go with the wrapper's own reduction, got "
+                "process_group=False; pass process_group=True"
+            )
+        num_moments = count_moments(optimizer, momentum=momentum, amsgrad=amsgrad)
         if isinstance(source, torch.nn.Module):
             parts["buffer_bytes"] = sum(b.nbytes for b in _once(source.buffers()))
         for numel, own, is_trained in _list_parameters(source):
@@ -111,14 +129,17 @@ class MemoryLedger:
             parts["parameter_bytes"] += numel * kept.itemsize
             if not is_trained:
                 continue
-            wide = torch.float32 if kept in _16_BIT else kept
-            sums = _sum_dtype(kept, accumulate_dtype, steps, fused=fused)
-            is_apart, has_master = sums != kept, master_weights and wide != kept
-            moment = wide if has_master or (fused and is_apart) else kept
-            parts["gradient_bytes"] += 0 if fused and is_apart else numel * kept.itemsize
+            num_kept = -(-numel // num_ranks) if shard_states else numel
+            wide, is_summed = wide_dtype(kept), process_group or steps > 1
+            sums = sum_dtype(kept, accumulate_dtype, is_summed=is_summed, fused=fused)
+            is_wider, has_master = sums != kept, master_weights and wide != kept
+            is_apart = is_wider or process_group
+            has_gradient = not is_apart or (is_wider and not fused)
+            moment = wide if has_master or (fused and is_wider) else kept
+            parts["gradient_bytes"] += numel * kept.itemsize if has_gradient else 0
             parts["accumulator_bytes"] += numel * sums.itemsize if is_apart else 0
-            parts["master_bytes"] += numel * _master_size(kept, fused=fused) if has_master else 0
-            parts["moment_bytes"] += num_moments * numel * moment.itemsize
+            parts["master_bytes"] += num_kept * master_size(kept, fused=fused) * has_master
+            parts["moment_bytes"] += num_moments * num_kept * moment.itemsize
             parts["ema_bytes"] += numel * wide.itemsize if ema else 0
         return MemoryLedger(**parts)
 
@@ -232,61 +253,8 @@ def _list_parameters(
     return [(p.numel(), p.dtype, p.requires_grad) for p in params]
 
 
-def _sum_dtype(
-    own: torch.dtype, asked: torch.dtype | None, steps: int, *, fused: bool
-) -> torch.dtype:
-    """What the window's sum of a parameter is made of."""
-    if asked is None:
-        return torch.float32 if own in _16_BIT and steps > 1 else own
-    if not fused:
-        return asked
-    if own not in _16_BIT and asked.itemsize < own.itemsize:
-        return own  # what is asked for concerns 16-bit parameters alone
-    fitting = (torch.float32, own) if own in _16_BIT else (own,)
-    if asked not in fitting:
-        raise ValueError(
-            f"MemoryLedger.of: accumulate_dtype must be {' or '.join(map(str, fitting))} for "
-            f"parameters of {own}, got {asked}; pass fused=False for sums that the wrapper does "
-            "not keep"
-        )
-    return asked
-    if own not in _16_BIT and asked.itemsize < own.itemsize:
-        return own  # what is asked for concerns 16-bit parameters alone
-    if asked != own and not (own in _16_BIT and asked == torch.float32):
-        raise ValueError(
-            f"MemoryLedger.of: accumulate_dtype must be torch.float32 or {own} for parameters of "
-            f"{own}, got {asked}; pass fused=False for sums that the wrapper does not keep"
-        )
-    return asked
-
-
-def _master_size(own: torch.dtype, *, fused: bool) -> int:
-    """Bytes beside a 16-bit parameter: bf16 lacks the lower half of its fp32 value."""
-    return 2 if fused and own == torch.bfloat16 else 4
-
-
 def _once(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
-
-
-def _count_moments(optimizer: torch.optim.Optimizer | str, *, momentum: bool, amsgrad: bool) -> int:
-    name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
-    kind = name.lower()
-    if kind not in _MOMENTS:
-        raise ValueError(
-            f"MemoryLedger.of: optimizer must be one of {', '.join(_MOMENTS)}, got {name}; pass "
-            "the one that keeps as many moments"
-        )
-    extra = {"momentum": momentum, "amsgrad": amsgrad}
-    if not isinstance(optimizer, str):
-        extra = {key: bool(optimizer.defaults.get(key)) for key in extra}
-    for key, kinds in _EXTRA_MOMENTS.items():
-        if extra[key] and kind not in kinds:
-            raise ValueError(
-                f"MemoryLedger.of: {key} must go with {' or '.join(kinds)}, got {name}; leave it "
-                "out"
-            )
-    return _MOMENTS[kind] + sum(extra.values())
 
 
 def _check_count(name: str, value: Any, *, least: int, where: str = "MemoryLedger.of") -> int:

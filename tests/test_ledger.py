@@ -1,5 +1,7 @@
 """The memory ledger: bytes of each part, against cases, arithmetic and real tensors."""
 
+import dataclasses
+
 import pytest
 import torch
 from helpers import clocked_sgd
@@ -97,6 +99,60 @@ def test_more_elements_than_32_bits_count():
 )
 def test_bytes_a_parameter(options, bytes_each):
     assert MemoryLedger.of(7_000_000_000, **options).total_bytes == 7_000_000_000 * bytes_each
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [  # bytes of parameters, gradients, sums, masters, moments
+        ({}, (4, 0, 4, 0, 8)),
+        ({**OF_8}, (4, 0, 4, 0, 8)),
+        ({"optimizer": "sgd", "fused": False}, (4, 0, 4, 0, 0)),
+        ({"dtype": torch.float64, "master_weights": True}, (8, 0, 8, 0, 16)),
+        (BF16, (2, 0, 4, 0, 8)),
+        ({**BF16, **OF_8}, (2, 0, 4, 0, 8)),
+        ({**BF16, "master_weights": True}, (2, 0, 4, 2, 8)),
+        ({**BF16, "dtype": torch.float16, "master_weights": True}, (2, 0, 4, 4, 8)),
+        ({**BF16, "accumulate_dtype": torch.bfloat16}, (2, 0, 2, 0, 4)),
+        ({**BF16, "fused": False}, (2, 2, 4, 0, 4)),
+    ],
+)
+@pytest.mark.parametrize("num_ranks", [1, 8])
+def test_a_reduction_of_our_own_keeps_sums_in_buckets_and_no_gradients(options, kept, num_ranks):
+    """On any number of ranks, as each holds everything; in windows of one micro step as of 8."""
+    names = ("parameter", "gradient", "accumulator", "master", "moment")
+    expected = {f"{name}_bytes": MILLION * size for name, size in zip(names, kept, strict=True)}
+    ledger = MemoryLedger.of(MILLION, process_group=True, world_size=num_ranks, **options)
+    assert ledger == MemoryLedger(**expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "masters", "moments"),
+    [
+        ({}, 0, 8),
+        ({"amsgrad": True}, 0, 12),
+        ({"optimizer": "sgd", "momentum": True}, 0, 4),
+        ({**BF16, **OF_8, "master_weights": True}, 2, 8),
+        ({**BF16, "dtype": torch.float16, "master_weights": True}, 4, 8),
+    ],
+)
+def test_sharded_states_are_moments_and_masters_by_world_size(options, masters, moments):
+    """Parameters, sums and averages are whole on every rank."""
+    whole = MemoryLedger.of(800, process_group=True, ema=True, **options)
+    shards = {"process_group": True, "shard_states": True, "ema": True}
+    shared = MemoryLedger.of(800, world_size=8, **shards, **options)
+    assert (shared.master_bytes, shared.moment_bytes) == (100 * masters, 100 * moments)
+    rest = {"master_bytes": whole.master_bytes, "moment_bytes": whole.moment_bytes}
+    assert dataclasses.replace(shared, **rest) == whole
+    assert MemoryLedger.of(800, world_size=1, **shards, **options) == whole
+
+
+def test_a_share_is_rounded_up_for_each_parameter():
+    """Of 3 ranks: ceil(10 / 3) + ceil(1 / 3) + 0 = 5 elements; what is frozen has no state."""
+    params = [meta(2, 5), meta(1), meta(0), meta(30, requires_grad=False)]
+    shards = {"process_group": True, "shard_states": True, "world_size": 3}
+    assert MemoryLedger.of(params, **shards) == MemoryLedger(
+        parameter_bytes=4 * 41, accumulator_bytes=4 * 11, moment_bytes=8 * 5
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -202,6 +258,13 @@ def test_activations_are_estimated_or_fitted():
         (lambda: MemoryLedger.of(1, optimizer="lion"), ValueError, "adamw, got lion"),
         (lambda: MemoryLedger.of(1, momentum=True), ValueError, "must go with sgd, got adamw"),
         (lambda: MemoryLedger.of(1, gradient_accumulation_steps=0), ValueError, "got 0"),
+        (lambda: MemoryLedger.of(1, world_size=0), ValueError, "world_size must be 1 or more"),
+        (lambda: MemoryLedger.of(1, world_size=2.0), TypeError, "must be an integer, got 2.0"),
+        (
+            lambda: MemoryLedger.of(1, shard_states=True, world_size=8),
+            ValueError,
+            "shard_states must go with .*, got process_group=False; pass process_group=True",
+        ),
         (lambda: MemoryLedger.of(1, activation_bytes=-1), ValueError, "0 or more, got -1"),
         (
             lambda: MemoryLedger.of(1, accumulate_dtype=torch.float64),
