@@ -9,6 +9,7 @@ from .fence import FenceReport, LRFence
 from .loss_scale import LossScale
 from .optimizer import ClockedOptimizer
 from .plan import TrainPlan
+from .reducer_options import ReducerOptions
 from .schedules import Schedule
 from .step_info import StepInfo
 
@@ -20,6 +21,7 @@ __all__ = [
     "LRFence",
     "LossScale",
     "NonFiniteGradientError",
+    "ReducerOptions",
     "Schedule",
     "ScheduleMismatchError",
     "StepClock",

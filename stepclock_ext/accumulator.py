@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .bucket_reduction import BucketReduction
 from .caught_gradients import CaughtGradients
+from .dtensors import local_part
 from .noise_scale import MicroNorms
 from .norm_ride import NormRide
 from .parameters import ParameterRows
-from .window_gradients import WindowGradients
+from .window_gradients import WindowGradients, make_walkable
 
 __all__ = ["Accumulator"]
 
@@ -30,6 +32,7 @@ class Accumulator:
         name_of: a row's name, for messages.
         buffers: fp32 sums by parameter, kept from one accumulator to the next.
         with_norms: the norm of each micro gradient is wanted: all rows are caught.
+        reduction: adds the sums over processes: all rows are caught.
 
     Attributes:
         rows: the parameters.
@@ -37,6 +40,7 @@ class Accumulator:
         caught: the sums that do not lie in ``.grad``.
         norms: of the micro gradients; None where they are not wanted.
         ride: the norm's free ride for the other sums.
+        is_replaced: an engine puts gradients of its own into ``.grad`` in the last micro step.
     """
 
     def __init__(
@@ -46,14 +50,19 @@ class Accumulator:
         buffers: dict[Tensor, Tensor] | None = None,
         *,
         with_norms: bool = False,
+        reduction: BucketReduction | None = None,
     ) -> None:
         self.rows = rows
         self.slots = ops.make_slots(rows.num_slots, rows.backend.device)
         self._name_of = name_of
         self._held: list[Tensor | None] | None = None
         self._seen: list[tuple[int, int]] = [(0, 0)]
-        caught = rows.every_row if with_norms else rows.wide
-        self.caught = CaughtGradients(rows, caught, self.slots, {} if buffers is None else buffers)
+        caught = rows.wide if reduction is None and not with_norms else rows.every_row
+        kept = {} if buffers is None else buffers
+        self.caught = CaughtGradients(rows, caught, self.slots, kept, reduction)
+        self.reduction = reduction
+        self.is_replaced = False
+        self._is_last = False
         self.norms = MicroNorms(rows, self.caught) if with_norms else None
         self.ride = NormRide(rows, self.slots, self.caught.rows)
 
@@ -73,12 +82,22 @@ class Accumulator:
 
     def begin_micro_step(self, *, is_last: bool) -> None:
         """The next gradients are those of the window's last micro step, or they are not."""
-        self.caught.is_last = is_last
+        self._is_last = is_last
+        if is_last and self.is_replaced:
+            self._held = None
+        self.caught.sums.is_last = is_last and self.reduction is None
 
     def begin_backward(self) -> None:
         """Sees to it that gradients come to us, also if another wrapper was here meanwhile."""
         if not self.caught.is_watching():
             self.caught.watch()
+        if self.reduction is not None and self._is_last:
+            self.reduction.begin()
+
+    def end_backward(self) -> None:
+        """Every gradient of the backward is in."""
+        if self.reduction is not None and self._is_last:
+            self.reduction.end()
 
     def end_micro_step(self, weight: float) -> None:
         """The gradients of a micro step of this weight are all in."""
@@ -92,7 +111,7 @@ class Accumulator:
         Raises:
             ValueError: it is no parameter of these rows.
         """
-        row = self.rows.row_of(p)
+        row = self.rows.row_of(local_part(p))
         if row is None:
             raise ValueError(
                 "ClockedOptimizer.accumulated: p must be a parameter of this optimizer, got a "
@@ -176,6 +195,8 @@ class Accumulator:
             p.grad = None
         self._held = None
         self.ride.clear()
+        if self.reduction is not None:
+            self.reduction.clear()
         self.forget_caught()
         self.slots.zero_()
         self.rows.release_gradients()
@@ -204,7 +225,10 @@ class Accumulator:
         for row, grad in enumerate(grads):
             if grad is None:
                 continue
-            grads[row] = grad = self._walkable(row, grad)
+            if grad is not self.caught.sum(row):
+                is_walked = row in self.rows.walked
+                grad = make_walkable(self.rows.params[row], grad, is_walked, self._name_of(row))
+            grads[row] = grad
             (walked if self._is_walkable(row, grad) else odd).append(row)
         return WindowGradients(grads, tuple(walked), tuple(odd))
 
@@ -212,7 +236,7 @@ class Accumulator:
         """Walked rows whose chunk sums are not those of the gradient as it is now."""
         if self.ride.is_empty and not self.caught.rows:
             return gradients.walked
-        rest = [row for row in gradients.walked if not self.caught.is_measured(row)]
+        rest = [row for row in gradients.walked if not self.caught.sums.is_measured(row)]
         grads = gradients.grads
         return tuple(row for row in rest if not self.ride.is_measured(row, grads[row]))
 
@@ -245,7 +269,7 @@ class Accumulator:
 
     def _gather_caught(self) -> list[Tensor | None] | None:
         """Every sum, where all are caught and none of them is beside its parameter any more."""
-        rows, sums = self.rows, self.caught.all_sums()
+        rows, sums = self.rows, self.caught.sums.all()
         if sums is None:
             return None
         seen = ops.gather_params(rows.params, rows.layout(rows.every_row))
@@ -262,30 +286,3 @@ class Accumulator:
             rows.is_stale = True
             return False
         return grad.dtype == rows.sum_dtype(row) and grad.shape == rows.params[row].shape
-
-    def _walkable(self, row: int, grad: Tensor) -> Tensor:
-        """`grad`, or its values in the parameter's memory layout, stored back as ``.grad``."""
-        p = self.rows.params[row]
-        if grad.layout == torch.sparse_coo:
-            if not grad.is_coalesced():
-                p.grad = grad = grad.coalesce()
-            return grad
-        if grad.layout != torch.strided:
-            raise TypeError(
-                f"ClockedOptimizer: the gradient of {self._name_of(row)!r} must be strided or "
-                f"sparse COO, got {grad.layout}; convert it with p.grad = p.grad.to_dense()"
-            )
-        if row not in self.rows.walked:
-            overlaps = any(s == 0 and n > 1 for s, n in zip(grad.stride(), grad.shape, strict=True))
-            if overlaps:  # an expanded gradient cannot be scaled in place
-                p.grad = grad = grad.clone(memory_format=torch.contiguous_format)
-            return grad
-        if grad is self.caught.sum(row):
-            return grad
-        same = grad.is_contiguous() if p.is_contiguous() else grad.stride() == p.stride()
-        if same and not grad.is_conj() and not grad.is_neg():
-            return grad
-        packed = torch.empty_like(p, dtype=grad.dtype, memory_format=torch.preserve_format)
-        packed = packed.detach().copy_(grad)
-        p.grad = packed
-        return packed

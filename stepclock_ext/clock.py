@@ -28,6 +28,7 @@ class StepClock:
         tick_update()           update_step + 1, the window is closed
         tick_skip()             skipped_updates + 1, the window is closed; nothing is due
         close_window()          the window is closed, nothing else moves
+        join_window(n, weight)  the open window has n micro steps, and more weight, elsewhere
         rewind_window()         the open window's micro steps never happened
         end_epoch()             epoch + 1, the position in the epoch is 0
 
@@ -104,6 +105,21 @@ class StepClock:
         if self.micro_step_in_window:
             self.micro_step, self.micro_step_in_epoch, self.weight_seen = self._window_start
         self.close_window()
+
+    def join_window(self, micro_steps: int, weight: float) -> None:
+        """The open window is one of several processes, of which others did more.
+
+        Args:
+            micro_steps: of the process that did most in it.
+            weight: of the other processes.
+        """
+        if self.micro_step_in_window == 0:
+            self._window_start = (self.micro_step, self.micro_step_in_epoch, self.weight_seen)
+        more = micro_steps - self.micro_step_in_window
+        self.micro_step += more
+        self.micro_step_in_epoch += more
+        self.micro_step_in_window += more
+        self.weight_seen += weight
 
     def end_epoch(self) -> None:
         """Counts an epoch; an open window stays open (its weight is carried)."""

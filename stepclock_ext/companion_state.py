@@ -20,15 +20,40 @@ _WHERE = "ClockedOptimizer.load_state_dict"
 
 def save(opt: ClockedOptimizer) -> dict[str, Any]:
     """Plain values and tensors; tensors as they are, like an optimizer's moments."""
-    params, along, accumulator = opt._pass.rows.params, opt._companions, opt._pass.accumulator
+    params, along, accumulator = opt._pass.moved_rows.params, opt._companions, opt._pass.accumulator
     norms, noise = accumulator.norms, opt._noise
+    masters = None if along.masters is None else along.masters.state_dict(params)
+    ema = None if along.ema is None else along.ema.state_dict(params)
+    if ema is not None:
+        ema["averages"] = _whole(opt, ema["averages"])
     return {
-        "masters": None if along.masters is None else along.masters.state_dict(params),
-        "ema": None if along.ema is None else along.ema.state_dict(params),
+        "masters": None if masters is None else _whole(opt, masters),
+        "ema": ema,
         "rounding_seed": along.rounding_seed,
         "noise_scale": None if noise is None else dict(vars(noise)),
         "micro_norms": None if norms is None else norms.state_dict(accumulator.grads()),
     }
+
+
+def _whole(opt: ClockedOptimizer, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+    """`tensors` as they are beside whole parameters."""
+    shards = opt._pass.shards
+    if opt._locals is not None:
+        return opt._locals.spread(tensors)
+    if shards is None:
+        return tensors
+    whole = shards.gather([tensors.get(row) for row in range(len(shards.slices))])
+    return {row: tensor for row, tensor in enumerate(whole) if tensor is not None}
+
+
+def _mine(opt: ClockedOptimizer, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+    """`tensors` as they are beside what this process updates."""
+    shards = opt._pass.shards
+    if opt._locals is not None:
+        return opt._locals.cut(tensors)
+    if shards is None:
+        return tensors
+    return {row: shards.cut(row, tensor) for row, tensor in tensors.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +94,7 @@ def read(opt: ClockedOptimizer, own: dict[str, Any]) -> SavedCompanions:
 
 
 def _check_shapes(opt: ClockedOptimizer, what: str, tensors: dict[int, Tensor]) -> None:
-    params = opt._pass.rows.params
+    params = [p for group in opt._groups for p in group["params"]]
     for row, tensor in tensors.items():
         if row not in range(len(params)):
             raise ValueError(f"{_WHERE}: the state has an {what} for parameter {row}")
@@ -82,10 +107,10 @@ def _check_shapes(opt: ClockedOptimizer, what: str, tensors: dict[int, Tensor]) 
 
 def apply(opt: ClockedOptimizer, saved: SavedCompanions | None) -> list[str]:
     """Takes over `saved`; None is the state of a bare optimizer. Returns what is lost or made."""
-    params, along, said = opt._pass.rows.params, opt._companions, []
+    params, along, said = opt._pass.moved_rows.params, opt._companions, []
     saved = saved or SavedCompanions(None, None, None, None, None)
     if along.masters is not None:
-        misfits = along.masters.load_state_dict(params, saved.masters or {})
+        misfits = along.masters.load_state_dict(params, _mine(opt, saved.masters or {}))
         if saved.masters is None:
             said.append("created master weights from the 16-bit parameters: the state has none")
         if misfits:
@@ -93,7 +118,8 @@ def apply(opt: ClockedOptimizer, saved: SavedCompanions | None) -> list[str]:
     elif saved.masters:
         said.append("dropped the master weights of the state: master_weights=False here")
     if along.ema is not None:
-        along.ema.load_state_dict(params, saved.ema or {"updates": 0, "averages": {}})
+        ema = saved.ema or {"updates": 0, "averages": {}}
+        along.ema.load_state_dict(params, {**ema, "averages": _mine(opt, ema["averages"])})
         if saved.ema is None:
             said.append("the averages start from the parameters as they are: the state has none")
     elif saved.ema is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +69,12 @@ class ParameterCompanions:
         """An update has happened, and was no skip."""
         if self.ema is not None:
             self.ema.updates += 1
+
+    def gather_from(self, gather: Callable[[dict[Tensor, Tensor]], dict[Tensor, Tensor]]) -> None:
+        """Averages are of parts; `gather` makes those of parameters when they are wanted."""
+        ema = self.ema
+        if ema is not None:
+            ema.gather = lambda: gather(ema._averages)
 
     def move_rest(
         self, rows: ParameterRows, moved: Set[int], stats: Tensor, *, is_gated: bool = False

@@ -68,6 +68,8 @@ class EMA:
         self.is_swapped = False
         self.is_bound = False
         self._averages: dict[Tensor, Tensor] = {}
+        # Where a process moves slices of parameters: gives the averages of whole ones. Collective.
+        self.gather: Callable[[], dict[Tensor, Tensor]] | None = None
 
     def __repr__(self) -> str:
         return f"EMA(decay={self.decay}, warmup={self.warmup}, updates={self.updates})"
@@ -80,8 +82,11 @@ class EMA:
         return 1.0 - decay
 
     def average(self, p: Tensor) -> Tensor:
-        """The average of `p`: fp32 for 16 bits, else of its dtype. Before any update, a copy."""
-        found = self._averages.get(p)
+        """The average of `p`: fp32 for 16 bits, else of its dtype. Before any update, a copy.
+
+        With sharded states it is gathered: call it on every rank.
+        """
+        found = self._of_parameters().get(p)
         return _start(p) if found is None else found
 
     def column(
@@ -104,11 +109,15 @@ class EMA:
             self.generation += 1
         return [self._averages[p] for p in params]
 
+    def _of_parameters(self) -> dict[Tensor, Tensor]:
+        return self._averages if self.gather is None else self.gather()
+
     @contextmanager
     def swap(self, model: torch.nn.Module) -> Iterator[None]:
         """Evaluates with the averages: `model` holds them inside, and itself again after.
 
-        Also after an exception. Takes a copy of the parameters, at their dtype, meanwhile.
+        Also after an exception. Takes a copy of the parameters, at their dtype, meanwhile. With
+        sharded states every rank swaps.
 
         Raises:
             RuntimeError: they are swapped in already.
@@ -116,18 +125,19 @@ class EMA:
         """
         if self.is_swapped:
             raise RuntimeError("EMA.swap: the averages are swapped in already; leave it first")
-        params = [p for p in model.parameters() if p in self._averages]
-        if self._averages and not params:
+        averages = self._of_parameters()
+        params = [p for p in model.parameters() if p in averages]
+        if averages and not params:
             raise ValueError(
                 f"EMA.swap: the model must hold parameters that are averaged, got "
-                f"{type(model).__name__} with none of the {len(self._averages)}; pass the model "
+                f"{type(model).__name__} with none of the {len(averages)}; pass the model "
                 "that the optimizer was built on"
             )
         saved = [p.detach().clone() for p in params]
         self.is_swapped = True
         try:
             for p in params:
-                p.data.copy_(self._averages[p])  # no new version: what it was comes back
+                p.data.copy_(averages[p])  # no new version: what it was comes back
             yield
         finally:
             for p, before in zip(params, saved, strict=True):

@@ -93,8 +93,8 @@ class MicroNorms:
         self._rows = rows
         self._caught = caught
         size, device = rows.num_slots, rows.backend.device
-        self._grad_slots = caught.grad_slots = ops.make_slots(size, device)
-        self._prior_slots = caught.prior_slots = ops.make_slots(size, device)
+        self._grad_slots = caught.sums.grad_slots = ops.make_slots(size, device)
+        self._prior_slots = caught.sums.prior_slots = ops.make_slots(size, device)
         self._inverse_weights = ops.make_slots(size, device)
         self.clear()
 
@@ -153,7 +153,7 @@ class MicroNorms:
         self, grads: list[Tensor | None], slots: Tensor | None = None
     ) -> tuple[float, int] | None:
         """Sum of ``|s_i|**2 / w_i`` over the micro sums s_i, and their number."""
-        if not self._is_known or self._caught.repeated:
+        if not self._is_known or self._caught.sums.repeated:
             return None
         for row, grad in enumerate(grads):
             if grad is not None and grad is not self._caught.sum(row):
@@ -184,4 +184,4 @@ class MicroNorms:
 
     def _is_kept(self, row: int) -> bool:
         """Whether the row's sum is its first gradient, which nothing has read."""
-        return row not in self._rows.wide and self._caught.count(row) == 1
+        return row not in self._rows.wide and self._caught.sums.count(row) == 1

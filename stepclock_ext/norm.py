@@ -3,16 +3,57 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from . import ops
-from .accumulator import Accumulator
+from .parameters import ParameterRows
+from .ranks import Ranks
 from .window_gradients import WindowGradients
 
-__all__ = ["Measurement", "measure", "measure_on_device_", "nonfinite_rows"]
+__all__ = ["Across", "Measurement", "Sums", "measure", "measure_on_device_", "nonfinite_rows"]
+
+
+class Sums(Protocol):
+    """Chunk sums of a window, some of which are there already: the accumulator's."""
+
+    @property
+    def rows(self) -> ParameterRows: ...
+
+    @property
+    def slots(self) -> Tensor: ...
+
+    def unmeasured(self, gradients: WindowGradients) -> tuple[int, ...]:
+        """Walked rows whose slots have to be written."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Across:
+    """A norm that is taken across ranks, each of which holds a part.
+
+    Attributes:
+        ranks: who they are.
+        counted: whether this rank accounts for what it holds of each row; of equal copies one does.
+        what: where we are, for messages.
+    """
+
+    ranks: Ranks
+    counted: Sequence[bool]
+    what: str
+
+    def sum(self, number: float) -> float:
+        """Over ranks, in their order."""
+        return sum(told[0] for told in self.ranks.gather([number], self.what))
+
+    def max(self, number: float) -> float:
+        """Over ranks; NaN where one is."""
+        numbers = [told[0] for told in self.ranks.gather([number], self.what)]
+        return math.nan if any(map(math.isnan, numbers)) else max(numbers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,12 +76,13 @@ class Measurement:
 
 
 def measure(
-    accumulator: Accumulator,
+    accumulator: Sums,
     gradients: WindowGradients,
     *,
     divisor: float,
     max_norm: float | None,
     norm_type: float,
+    across: Across | None = None,
 ) -> Measurement:
     """Norm, finiteness and coefficient of a window, by one read of what did not ride along.
 
@@ -50,9 +92,13 @@ def measure(
         divisor: loss scale times total weight (only the scale with ``reduction="sum"``).
         max_norm: None for no clip.
         norm_type: 2, infinity, or another positive p (slower, through the reference).
+        across: the ranks that hold the rest; None where everything is here.
     """
     maxima = math.isinf(norm_type)
     stats = torch.empty(3, dtype=torch.float64, device=accumulator.rows.backend.device)
+    if across is not None:
+        total = _total_across(across, accumulator, gradients, norm_type)
+        return _decide(stats, total / divisor, divisor=divisor, max_norm=max_norm)
     if maxima or norm_type == 2.0:
         measure_on_device_(
             stats, accumulator, gradients, divisor=divisor, max_norm=max_norm, maxima=maxima
@@ -60,15 +106,50 @@ def measure(
         norm, coefficient, clip = stats.tolist()
         if maxima or _TINY < norm * divisor < math.inf or not _has_fp64(gradients):
             return Measurement(stats, norm, coefficient, norm * clip, math.isfinite(norm))
-    norm = _scaled_norm(gradients, norm_type) / divisor
+    norm = _scaled_norm(gradients.grads, norm_type) / divisor
+    return _decide(stats, norm, divisor=divisor, max_norm=max_norm)
+
+
+def _decide(stats: Tensor, norm: float, *, divisor: float, max_norm: float | None) -> Measurement:
+    """A norm that is known on the host, and what follows from it."""
     clip = ops.clip_factor(norm, math.inf if max_norm is None else max_norm)
     stats.copy_(stats.new_tensor([norm, clip / divisor, clip]))
     return Measurement(stats, norm, clip / divisor, norm * clip, math.isfinite(norm))
 
 
+def _total_across(
+    across: Across, sums: Sums, gradients: WindowGradients, norm_type: float
+) -> float:
+    """The norm of all ranks' sums; the same on each of them, to the bit."""
+    maxima = math.isinf(norm_type)
+    if maxima or norm_type == 2.0:
+        _fill_slots(sums, gradients, maxima=maxima)
+        mine = _counted_slots(across, sums, gradients)
+        if maxima:
+            return across.max(mine.max().item() if mine.numel() else 0.0)
+        norm = math.sqrt(across.sum(mine.sum().item()))
+        if _TINY < norm < math.inf or not across.max(float(_has_fp64(gradients))):
+            return norm
+    counted = [
+        grad if is_counted else None
+        for grad, is_counted in zip(gradients.grads, across.counted, strict=True)
+    ]
+    return _scaled_norm(counted, norm_type, across)
+
+
+def _counted_slots(across: Across, sums: Sums, gradients: WindowGradients) -> Tensor:
+    """The slots, zero where another rank accounts for them; a NaN or infinity counts everywhere."""
+    rows, factors = sums.rows, torch.ones_like(sums.slots)
+    for row, is_counted in enumerate(across.counted):
+        if not is_counted:
+            factors[rows.slots_of(row)] = 0.0
+            factors[rows.odd_slot(row)] = 0.0
+    return sums.slots * factors
+
+
 def measure_on_device_(
     stats: Tensor,
-    accumulator: Accumulator,
+    accumulator: Sums,
     gradients: WindowGradients,
     *,
     divisor: float,
@@ -98,7 +179,7 @@ def nonfinite_rows(gradients: WindowGradients) -> list[int]:
 _TINY = 1e-140
 
 
-def _fill_slots(accumulator: Accumulator, gradients: WindowGradients, *, maxima: bool) -> None:
+def _fill_slots(accumulator: Sums, gradients: WindowGradients, *, maxima: bool) -> None:
     rows, slots = accumulator.rows, accumulator.slots
     pending = gradients.walked if maxima else accumulator.unmeasured(gradients)
     by_magnitude = [row for row in pending if maxima and rows.dtypes[row].is_complex]
@@ -131,14 +212,19 @@ def _all_finite(grad: Tensor) -> bool:
     return bool((grad.coalesce().values() if grad.is_sparse else grad).isfinite().all())
 
 
-def _scaled_norm(gradients: WindowGradients, norm_type: float) -> float:
+def _scaled_norm(
+    grads: Sequence[Tensor | None], norm_type: float, across: Across | None = None
+) -> float:
     """``max * (sum |x / max| ** p) ** (1 / p)``: no power leaves the range (as LAPACK's nrm2)."""
-    present = [grad for grad in gradients.grads if grad is not None and grad.numel()]
+    present = [grad for grad in grads if grad is not None and grad.numel()]
     largest = 0.0
     for grad in present:
         peak = _magnitudes(grad).max().item()
         largest = peak if peak > largest or math.isnan(peak) else largest
+    if across is not None:
+        largest = across.max(largest)
     if largest == 0.0 or not math.isfinite(largest):
         return largest
     powers = (_magnitudes(grad).div_(largest).pow_(norm_type).sum().item() for grad in present)
-    return float(largest * sum(powers) ** (1.0 / norm_type))
+    total = sum(powers) if across is None else across.sum(sum(powers))
+    return float(largest * total ** (1.0 / norm_type))

@@ -15,18 +15,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from . import arguments, closure_step, ops, plan_binding, wrapper_state
 from .clock import StepClock
 from .companions import ParameterCompanions, new_rounding_seed
+from .distributed import join_processes
 from .eager import run_eagerly
 from .ema import EMA
 from .facade import OptimizerFacade
+from .late_clock import watch_clock
+from .local_optimizers import LocalOptimizers, has_dtensors
 from .loss_scale import LossScale
 from .master_weights import MasterWeights
 from .noise_scale import NoiseScale
 from .norm import Measurement
+from .parameters import parameter_names
 from .plan import TrainPlan
 from .precision import check_pairs, check_precision, is_many_processes
+from .reductions import Engine
 from .remapped_curve import RemappedCurve
 from .schedulers import AttachedSchedulers
-from .settlement import Unsettled, settle_late, settle_window, watch_clock
+from .settlement import Unsettled, settle_epoch, settle_late, settle_window
 from .step_info import StepInfo
 from .update_pass import ClipSettings, PassSettings, UpdatePass
 from .window import Window
@@ -57,7 +62,8 @@ class ClockedOptimizer(OptimizerFacade):
             has scaled the loss).
         loss_scale: None, a float (static) or a `LossScale` (dynamic).
         schedulers: torch schedulers built on `optimizer` or on this wrapper; one step per update.
-        model: gives parameters their names in messages.
+        model: gives parameters their names in messages; under DDP or FSDP2 the wrapped model, whose
+            reduction is then off inside a window and on for its last micro step.
         plan: gives the window length and the tail policy where those are left at their defaults,
             and the schedule where `schedulers` is empty; a scheduler that declares another horizon
             is refused.
@@ -75,6 +81,8 @@ class ClockedOptimizer(OptimizerFacade):
         tail: what `end_epoch` does with a short window: "flush" updates, "carry" keeps it open for
             the next epoch, "drop" forgets its gradients.
         backend: "auto", or a name from `stepclock_ext.backends()`.
+        process_group: the processes that train together, or `ReducerOptions`: each window's sums
+            are then added over them by us, in fp32 where gradients have 16 bits.
 
     Raises:
         TypeError, ValueError: an argument is outside its range; the message names it.
@@ -113,6 +121,7 @@ class ClockedOptimizer(OptimizerFacade):
         max_consecutive_skips: int | None = None,
         tail: str = "flush",
         backend: str = "auto",
+        process_group: Any = None,
     ) -> None:
         self.optimizers = arguments.list_optimizers(optimizer)
         steps = arguments.check_count("gradient_accumulation_steps", gradient_accumulation_steps)
@@ -129,12 +138,14 @@ class ClockedOptimizer(OptimizerFacade):
         self.max_consecutive_skips = max_consecutive_skips
         scale = arguments.check_loss_scale(loss_scale, self.nonfinite)
         self._needs_closure = arguments.check_closure_optimizer(self.optimizers, steps, scale)
+        self._processes = join_processes(model, process_group, self.optimizers)
         self._precision = check_precision(
             self.optimizers,
             accumulate_dtype=accumulate_dtype,
             master_weights=master_weights,
             rounding=rounding,
             needs_closure=self._needs_closure,
+            reduced_by=None if self._processes is None else self._processes.reduced_by,
         )
         arguments.check_noise_scale(noise_scale, norm_type=self._clip.norm_type)
         self._noise = NoiseScale() if noise_scale else None
@@ -157,6 +168,8 @@ class ClockedOptimizer(OptimizerFacade):
         self._schedulers = AttachedSchedulers()
         self._build_pass()
         self._attach_first(list(schedulers))
+        if self._processes is not None:
+            self._processes.agree_on_parameters(self._pass.rows.params, self._pass.names)
         if ema is not None:
             ema.is_bound = True
 
@@ -220,22 +233,31 @@ class ClockedOptimizer(OptimizerFacade):
         """
         self._refuse_broken("backward")
         amount = arguments.check_weight(weight)
-        arguments.check_loss(loss, needs_grad=amount > 0)
+        needs_backward = self._engine is not None and self._engine.reduces_now
+        arguments.check_loss(loss, needs_grad=amount > 0 or needs_backward)
         self._refresh_rows()
         window = self._window
         window.is_pending = True
         if amount == 0:
+            if self._engine is not None and needs_backward:
+                self._engine.backward_nothing(loss)
             return
         if not window.seeded and window.is_scaled:
             if isinstance(self._settings.loss_scale, LossScale):
                 self._settle_late()  # the scale of this window follows from the last one
-            window.set_unit(amount)
+            if self._processes is None:
+                window.set_unit(amount)
+            else:
+                window.unit = self._processes.joint.next_unit
         self._pass.accumulator.begin_backward()
         try:
             with self._riding():
                 torch.autograd.backward(loss, window.seed(loss, amount))
-        except BaseException:
+            self._pass.accumulator.end_backward()
+        except BaseException as error:
             window.broken = "backward raised"
+            if self._processes is not None:
+                self._processes.explain(error, self)
             raise
         window.seeded = True
         window.add_weight(amount)
@@ -269,13 +291,13 @@ class ClockedOptimizer(OptimizerFacade):
             self._count_plain_backward()
         accumulator = self._pass.accumulator
         if self.clock.micro_step_in_window + 1 < self._settings.steps:
-            accumulator.end_micro_step(window.micro_weight)
+            self._end_micro_step()
             accumulator.hold()
             self.clock.tick_micro(window.end_micro_step())
             self._expect_micro_step()
             return self._info()
         self._schedulers.refuse_ended()
-        accumulator.end_micro_step(window.micro_weight)
+        self._end_micro_step()
         self.clock.tick_micro(window.end_micro_step())
         return self._guarded(lambda: settle_window(self))
 
@@ -283,11 +305,13 @@ class ClockedOptimizer(OptimizerFacade):
     def flush(self) -> StepInfo:
         """Updates with what an open window holds; without one, does nothing."""
         self._refuse_pending("flush")
-        if self.clock.micro_step_in_window == 0:
+        is_open = self.clock.micro_step_in_window > 0
+        if not is_open and self._processes is None:
             return self._info()
         self._refresh_rows()
-        self._schedulers.refuse_ended()
-        return self._guarded(lambda: settle_window(self))
+        if is_open:
+            self._schedulers.refuse_ended()
+        return self._guarded(lambda: settle_window(self, asks=is_open))
 
     @run_eagerly
     def end_epoch(self) -> StepInfo:
@@ -298,7 +322,9 @@ class ClockedOptimizer(OptimizerFacade):
             self.clock.drop_window()
             self._start_window()
         try:
-            if self.tail == "flush":
+            if self._processes is not None:
+                info = self._guarded(lambda: settle_epoch(self))
+            elif self.tail == "flush":
                 info = self.flush()
         finally:  # also where a settled skip has raised at its limit
             if self.tail == "carry" or not self.clock.micro_step_in_window:
@@ -336,9 +362,12 @@ class ClockedOptimizer(OptimizerFacade):
         return self._pass.accumulator.accumulated(p)
 
     def master_weight(self, p: Tensor) -> Tensor:
-        """A copy of a parameter, in fp32 where it has 16 bits: exact where masters are kept."""
+        """A copy of a parameter, in fp32 where it has 16 bits: exact where masters are kept.
+
+        With sharded states it is gathered: call it on every rank.
+        """
         self._refuse_swapped("master_weight")
-        return (self._companions.masters or MasterWeights()).value(p)
+        return self._pass.master_value(p)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients outside a window; inside one it does nothing (see `discard`)."""
@@ -346,6 +375,8 @@ class ClockedOptimizer(OptimizerFacade):
             return
         for inner in self.optimizers:
             inner.zero_grad(set_to_none=set_to_none)
+        if self._locals is not None:
+            self._locals.bring_gradients()
         self._pass.accumulator.forget_caught()
 
     # What follows the clock.
@@ -471,6 +502,10 @@ class ClockedOptimizer(OptimizerFacade):
     def _start_window(self) -> None:
         """No gradient, no weight, and settings that waited for this moment."""
         self._pass.accumulator.clear()
+        if self._locals is not None:
+            self._locals.clear_gradients()
+        if self._engine is not None:
+            self._engine.clear()
         self._window = Window()
         self._adopt_settings()
 
@@ -493,6 +528,21 @@ class ClockedOptimizer(OptimizerFacade):
         """Tells the accumulator whether the next micro step is known to be the window's last."""
         is_last = self._num_open + 1 == self._settings.steps
         self._pass.accumulator.begin_micro_step(is_last=is_last and self._clip.norm_type == 2.0)
+        if self._engine is not None:
+            self._engine.expect(is_last=is_last)
+
+    @property
+    def _engine(self) -> Engine | None:
+        """DDP or FSDP2, which reduces gradients inside backward."""
+        return None if self._processes is None else self._processes.engine
+
+    def _end_micro_step(self) -> None:
+        """The gradients of a micro step are in."""
+        if self._engine is not None:
+            self._engine.end_micro_step()
+        if self._locals is not None:
+            self._locals.bring_gradients()
+        self._pass.accumulator.end_micro_step(self._window.micro_weight)
 
     def _info(
         self,
@@ -524,33 +574,57 @@ class ClockedOptimizer(OptimizerFacade):
     def _build_pass(self) -> None:
         before: UpdatePass | None = vars(self).get("_pass")
         pending = {} if before is None else before.accumulator.take()
+        is_local = has_dtensors(self.optimizers)
+        self._locals = LocalOptimizers(self.optimizers) if is_local else None
         settings = PassSettings(
             precision=self._precision,
             is_wide=self._is_wide(),
             with_norms=self._noise is not None and not (self._needs_closure or is_many_processes()),
-            model=self._model,
+            names=parameter_names(self._groups, self._model),
+            local=self._locals,
+            make_reduction=None if self._processes is None else self._processes.make_reduction,
         )
+        optimizers = self.optimizers if self._locals is None else self._locals.optimizers
         self._pass = UpdatePass(
-            self.optimizers, self._backend, settings, self._companions, self._buffers
+            optimizers, self._backend, settings, self._companions, self._buffers
         )
+        if self._processes is not None:
+            self._processes.watch(self._pass.accumulator, self._groups, self._pass.names)
         self._pass.accumulator.put(pending)
         if self._backend.settles_late:
             watch_clock(self)
         self._expect_micro_step()
 
     def _is_wide(self) -> bool:
-        return not self._needs_closure and self._precision.is_wide(self._settings.steps)
+        reduced_by = None if self._processes is None else self._processes.reduced_by
+        is_wide = self._precision.is_wide(self._settings.steps, reduced_by=reduced_by)
+        return is_wide and not self._needs_closure
+
+    def _divisor(self, window: Window) -> float:
+        """What the window's sum is divided by before the clip."""
+        factor = 1.0 if self._processes is None else self._processes.joint.factor(self.reduction)
+        return window.divisor(self.reduction) * factor
 
     def _refresh_rows(self) -> None:
         """Follows groups that were added or changed behind our back, between two windows."""
-        if self._pass.rows.is_current(self._groups):
+        if self._is_current():
             return
         if self._num_open or self._window.is_pending:
             raise RuntimeError(
                 "ClockedOptimizer: the parameter groups changed inside a window; change them after "
                 "an update, or call discard() first"
             )
+        if self._pass.shards is not None:
+            raise RuntimeError(
+                "ClockedOptimizer: with shard_states=True the parameter groups must stay as they "
+                "are, got others; build another wrapper, and load this one's state_dict()"
+            )
         self._build_pass()
+
+    def _is_current(self) -> bool:
+        if self._locals is None:
+            return self._pass.rows.is_current(self._groups)
+        return self._locals.is_current(self._groups) and not self._pass.rows.is_stale
 
     def _riding(self) -> Any:
         """The norm rides on the last micro step of a window, where that one is known."""

@@ -36,9 +36,16 @@ class Precision:
     master_weights: bool = False
     stochastic: bool = False
 
-    def is_wide(self, steps: int) -> bool:
-        """Whether the sums of 16-bit gradients are fp32 in windows of `steps` micro steps."""
+    def is_wide(self, steps: int, *, reduced_by: str | None = None) -> bool:
+        """Whether the sums of 16-bit gradients are fp32 in windows of `steps` micro steps.
+
+        Args:
+            steps: micro steps in a window.
+            reduced_by: who adds them over processes: "us", "engine", or None.
+        """
         if self.accumulate_dtype is None:
+            if reduced_by is not None:
+                return reduced_by == "us"
             return steps > 1 and not is_many_processes()
         return self.accumulate_dtype == torch.float32
 
@@ -63,6 +70,7 @@ def check_precision(
     master_weights: Any,
     rounding: str,
     needs_closure: bool,
+    reduced_by: str | None = None,
 ) -> Precision:
     """The precision asked for, if these optimizers can have it.
 
@@ -92,20 +100,21 @@ def check_precision(
                 f"({names}), got {type(inner).__name__}; use one of these, or leave it out"
             )
     if accumulate_dtype == torch.float32 and any(p.dtype in ops.HALVES for p in params):
-        _refuse_wide(needs_closure=needs_closure)
+        _refuse_wide(needs_closure=needs_closure, reduced_by=reduced_by)
     return precision
 
 
-def _refuse_wide(*, needs_closure: bool) -> None:
+def _refuse_wide(*, needs_closure: bool, reduced_by: str | None) -> None:
     if needs_closure:
         raise ValueError(
             f"{_WHERE}: accumulate_dtype must be None with LBFGS, got torch.float32; it reads "
             "gradients of the parameter's dtype"
         )
-    if is_many_processes():
+    if reduced_by == "engine" or (reduced_by is None and is_many_processes()):
         raise RuntimeError(
             f"{_WHERE}: accumulate_dtype must be None under torch.distributed, got torch.float32; "
-            "a reducer needs the gradients in .grad"
+            "a reducer needs the gradients in .grad. Pass process_group= in place of DDP: it "
+            "reduces fp32 sums"
         )
 
 

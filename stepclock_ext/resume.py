@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .distributed import data_parallel_size
 from .fence import LRFence, fingerprint, refusal
 from .plan_scheduler import PlanScheduler
 from .remap import REMAPS, Remapped, remap
@@ -125,7 +126,7 @@ def go_on(opt: ClockedOptimizer, resumption: Resumption) -> None:
 def _settings(opt: ClockedOptimizer) -> dict[str, Any]:
     return {
         "gradient_accumulation_steps": opt.gradient_accumulation_steps,
-        "world_size": 1,
+        "world_size": data_parallel_size(opt._processes),
         "tail": opt.tail,
         "reduction": opt.reduction,
         "max_grad_norm": opt._clip.max_grad_norm,

@@ -8,14 +8,13 @@ reads what happened and moves the clock, when somebody asks or the next micro st
 from __future__ import annotations
 
 import math
-import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .clock import StepClock
+from .late_clock import LateReading
 from .loss_scale import LossScale
 from .noise_scale import NoiseSample
 from .norm import Measurement
@@ -27,19 +26,45 @@ if TYPE_CHECKING:
     from .optimizer import ClockedOptimizer
 
 __all__ = [
-    "LateClock",
     "Unsettled",
+    "settle_epoch",
     "settle_late",
     "settle_skip",
     "settle_update",
     "settle_window",
-    "watch_clock",
 ]
 
 
-def settle_window(opt: ClockedOptimizer) -> StepInfo:
-    """Ends the open window in an update, in a skip, or in neither."""
+def settle_window(opt: ClockedOptimizer, *, asks: bool = True) -> StepInfo:
+    """Ends the open window in an update, in a skip, or in neither.
+
+    Args:
+        opt: the wrapper.
+        asks: there is a window to end; False only meets others, who may have one.
+    """
+    if opt._processes is not None and not opt._processes.joint.meet(opt, asks=asks).updates:
+        return opt._info()
+    return _settle(opt)
+
+
+def settle_epoch(opt: ClockedOptimizer) -> StepInfo:
+    """Ends the epoch with the other processes: takes part in their windows until all have ended."""
+    assert opt._processes is not None
+    info = opt._info()
+    while True:
+        asks = opt.tail == "flush" and opt.clock.micro_step_in_window > 0
+        verdict = opt._processes.joint.meet(opt, asks=asks, ended=True)
+        if verdict.updates:
+            opt._schedulers.refuse_ended()
+            info = _settle(opt)
+        elif verdict.ended:
+            return info
+
+
+def _settle(opt: ClockedOptimizer) -> StepInfo:
     window = opt._window
+    if opt._locals is not None:
+        opt._locals.bring_gradients()
     gradients = opt._pass.collect(seeded=window.seeded)
     if gradients.is_empty or window.weight == 0:
         opt.clock.drop_window()
@@ -49,8 +74,9 @@ def settle_window(opt: ClockedOptimizer) -> StepInfo:
         late = _update_late(opt, gradients)
         if late is not None:
             return late
-    divisor = window.divisor(opt.reduction)
-    measurement = opt._pass.measure(gradients, opt._clip, divisor=divisor)
+    divisor = opt._divisor(window)
+    across = None if opt._processes is None else opt._processes.across(opt)
+    measurement = opt._pass.measure(gradients, opt._clip, divisor=divisor, across=across)
     if not measurement.finite and opt.nonfinite != "propagate":
         return settle_skip(opt, gradients, measurement)
     sample = _sample_noise(opt, gradients, measurement)
@@ -134,71 +160,6 @@ def _sample_noise(
 # Late.
 
 
-class _Reading:
-    """Numbers on their way from the device: stats, and the sum of losses where that is there."""
-
-    def __init__(self, numbers: Tensor) -> None:
-        self._event: Any = None
-        if numbers.device.type == "cuda":
-            self._numbers = torch.empty(
-                numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True
-            )
-            self._numbers.copy_(numbers, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(numbers.device))
-        else:
-            self._numbers = numbers.clone()
-
-    def wait(self) -> list[float]:
-        """The numbers, when they are here."""
-        if self._event is not None:
-            self._event.synchronize()
-        numbers: list[float] = self._numbers.tolist()
-        return numbers
-
-
-_READ = frozenset(
-    (
-        "micro_step",
-        "update_step",
-        "skipped_updates",
-        "epoch",
-        "micro_step_in_epoch",
-        "weight_seen",
-        "micro_step_in_window",
-        "due",
-        "state_dict",
-    )
-)
-
-
-class LateClock(StepClock):
-    """A clock whose readers first see to it that the last update is settled."""
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in _READ:
-            owner = vars(self)["owner"]()
-            if owner is not None:
-                owner._settle_late()
-        return super().__getattribute__(name)
-
-    def __reduce__(self) -> Any:
-        return _copy_clock, (self.state_dict(), self.updates_per_epoch, self._fired_all)
-
-
-def watch_clock(opt: ClockedOptimizer) -> None:
-    """Makes the wrapper's clock one that settles, whoever holds it."""
-    opt._clock.__class__ = LateClock
-    vars(opt._clock)["owner"] = weakref.ref(opt)
-
-
-def _copy_clock(state: dict[str, Any], updates_per_epoch: Any, fired_all: int) -> StepClock:
-    clock = StepClock(updates_per_epoch=updates_per_epoch)
-    clock.load_state_dict(state)
-    clock._fired_all = fired_all
-    return clock
-
-
 @dataclass(eq=False)
 class Unsettled:
     """An update that was launched, of whose outcome the host knows nothing yet.
@@ -214,7 +175,7 @@ class Unsettled:
     window: Window
     lr: tuple[float, ...]
     stats: Tensor
-    reading: _Reading
+    reading: LateReading
     info: StepInfo | None = None
 
 
@@ -223,6 +184,7 @@ def _may_be_late(opt: ClockedOptimizer, gradients: WindowGradients) -> bool:
     rows = opt._pass.rows
     return (
         rows.backend.settles_late
+        and opt._processes is None
         and opt._pass.has_updated
         and opt.nonfinite == "skip"
         and opt.max_consecutive_skips is None
@@ -249,7 +211,7 @@ def _update_late(opt: ClockedOptimizer, gradients: WindowGradients) -> StepInfo 
     losses = window.loss_sum
     has_loss = losses is not None and losses.device == stats.device
     numbers = torch.cat([stats, losses.reshape(1)]) if has_loss else stats  # type: ignore[union-attr]
-    late = Unsettled(window, lr, stats, _Reading(numbers))
+    late = Unsettled(window, lr, stats, LateReading(numbers))
     opt._unsettled = late
     opt._start_window()
 

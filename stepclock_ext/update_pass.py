@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +12,16 @@ from torch.optim import Optimizer
 
 from . import ops
 from .accumulator import Accumulator
+from .bucket_reduction import BucketReduction
 from .companions import ParameterCompanions
+from .dtensors import like_parameter, local_part
 from .errors import NonFiniteGradientError
-from .norm import Measurement, measure, measure_on_device_, nonfinite_rows
-from .parameters import ParameterRows, parameter_names
+from .local_optimizers import LocalOptimizers
+from .master_weights import MasterWeights
+from .norm import Across, Measurement, Sums, measure, measure_on_device_, nonfinite_rows
+from .parameters import ParameterRows
 from .precision import Precision
+from .sharded_states import ShardedStates, ShareSlots
 from .updater import RulePlan, Updater
 from .window_gradients import WindowGradients
 
@@ -44,13 +48,17 @@ class PassSettings:
         precision: as asked for.
         is_wide: 16-bit gradients are added in fp32.
         with_norms: the norm of each micro gradient is wanted.
-        model: gives parameters their names.
+        names: of the parameters, one a row.
+        local: whose local parts are updated; None where parameters lie here whole.
+        make_reduction: makes what adds the sums over processes; None where we do not.
     """
 
     precision: Precision
     is_wide: bool
     with_norms: bool
-    model: torch.nn.Module | None
+    names: list[str]
+    local: LocalOptimizers | None = None
+    make_reduction: Callable[[ParameterRows], BucketReduction | None] | None = None
 
 
 class UpdatePass:
@@ -62,6 +70,8 @@ class UpdatePass:
         rows: the parameters.
         names: one a row.
         accumulator: where their gradients go.
+        shards: this process's slices of the parameters; None where it updates them whole.
+        moved_rows: what is updated: `rows`, or the slices.
         has_updated: an update has run in this pass, so that states are there.
     """
 
@@ -73,29 +83,35 @@ class UpdatePass:
         companions: ParameterCompanions,
         buffers: dict[Tensor, Tensor],
     ) -> None:
-        groups: list[dict[str, Any]] = []
-        self._updaters: list[Updater] = []
-        for inner in optimizers:
-            first = len(groups)
-            groups.extend(inner.param_groups)
-            mine = range(first, len(groups))
-            self._updaters.append(
-                Updater(inner, mine, companions, needs_rule=settings.precision.needs_rule)
-            )
         self._companions = companions
-        self.rows = ParameterRows(
-            groups,
-            backend,
-            is_wide=settings.is_wide,
-            has_masters=settings.precision.master_weights,
-        )
-        self.names = parameter_names(groups, settings.model)
+        self.rows = _make_rows(optimizers, backend, settings)
+        self.names = settings.names
+        self._local = settings.local
+        if settings.local is not None:
+            companions.gather_from(settings.local.spread_values)
         if not settings.is_wide:
             buffers.clear()
         self.has_updated = False
+        make = settings.make_reduction
         self.accumulator = Accumulator(
-            self.rows, self.names.__getitem__, buffers, with_norms=settings.with_norms
+            self.rows,
+            self.names.__getitem__,
+            buffers,
+            with_norms=settings.with_norms,
+            reduction=None if make is None else make(self.rows),
         )
+        self.shards: ShardedStates | None = None
+        self.moved_rows = self.rows
+        self._sums: Sums = self.accumulator
+        reduction = self.accumulator.reduction
+        if reduction is not None and reduction.shares:
+            self.shards = ShardedStates(optimizers, self.rows, reduction)
+            optimizers = self.shards.optimizers
+            companions.gather_from(self.shards.gather_values)
+            self.moved_rows = _make_rows(optimizers, backend, settings)
+            slots = ops.make_slots(self.moved_rows.num_slots, backend.device)
+            self._sums = ShareSlots(self.moved_rows, slots)
+        self._updaters = _make_updaters(optimizers, companions, settings)
 
     def collect(self, *, seeded: bool) -> WindowGradients:
         """The window's gradients, checked by everybody who will need them.
@@ -113,20 +129,28 @@ class UpdatePass:
                 "ClockedOptimizer: backward ran, and yet no parameter holds a gradient; does a "
                 "hook take them, or do they belong to other parameters than the optimizer's?"
             )
+        if self.shards is not None:
+            gradients = self.shards.cut_gradients(gradients, self.moved_rows)
         for updater in self._updaters:
-            updater.check(self.rows, gradients, self.names)
+            updater.check(self.moved_rows, gradients, self.names)
         return gradients
 
     def measure(
-        self, gradients: WindowGradients, settings: ClipSettings, *, divisor: float
+        self,
+        gradients: WindowGradients,
+        settings: ClipSettings,
+        *,
+        divisor: float,
+        across: Across | None = None,
     ) -> Measurement:
         """Norm, finiteness and coefficient of the window."""
         return measure(
-            self.accumulator,
+            self._sums,
             gradients,
             divisor=divisor,
             max_norm=settings.max_grad_norm,
             norm_type=settings.norm_type,
+            across=across,
         )
 
     def measure_on_device(
@@ -154,7 +178,10 @@ class UpdatePass:
             update: its number, from 1.
             is_gated: the kernels look at the norm themselves.
         """
-        rows, names = self.rows, self.names
+        rows, names = self.moved_rows, self.names
+        for part in (self.shards, self._local):
+            if part is not None:
+                part.follow()
         self._companions.start(rows)
         return [u.prepare(rows, gradients, names, update, is_gated) for u in self._updaters]
 
@@ -163,9 +190,25 @@ class UpdatePass:
     ) -> None:
         """Moves every optimizer once."""
         for updater, plans in zip(self._updaters, prepared, strict=True):
-            updater.update(self.rows, gradients, measurement, plans)
-        self._companions.move_rest(self.rows, _moved_rows(prepared), measurement.stats)
+            updater.update(self.moved_rows, gradients, measurement, plans)
+        self._companions.move_rest(self.moved_rows, _moved_rows(prepared), measurement.stats)
+        if self._local is not None:
+            self._local.publish()
+        if self.shards is not None:
+            self.shards.gather_parameters()
+            self._companions.settle_all()
         self.has_updated = True
+
+    def master_value(self, p: Tensor) -> Tensor:
+        """The exact value of a parameter, as a new tensor; with shards, collective."""
+        masters = self._companions.masters or MasterWeights()
+        if self.shards is None:
+            return like_parameter(p, masters.value(local_part(p)))
+        row = self.rows.row_of(p)
+        if row is None:
+            return masters.value(p)
+        part = self.shards.slices[row]
+        return self.shards.gather_values({part: masters.value(part)})[p]
 
     def is_bound(self, gradients: WindowGradients) -> bool:
         """Whether the rules have run on these rows before, so that their states are there."""
@@ -193,6 +236,29 @@ class UpdatePass:
             "for a division by zero or a log of zero in the loss, lower the learning rate, or clip",
             names,
         )
+
+
+def _make_rows(
+    optimizers: Sequence[Optimizer], backend: ops.Backend, settings: PassSettings
+) -> ParameterRows:
+    return ParameterRows(
+        [group for inner in optimizers for group in inner.param_groups],
+        backend,
+        is_wide=settings.is_wide,
+        has_masters=settings.precision.master_weights,
+    )
+
+
+def _make_updaters(
+    optimizers: Sequence[Optimizer], companions: ParameterCompanions, settings: PassSettings
+) -> list[Updater]:
+    updaters: list[Updater] = []
+    first = 0
+    for inner in optimizers:
+        mine = range(first, first + len(inner.param_groups))
+        first = mine.stop
+        updaters.append(Updater(inner, mine, companions, needs_rule=settings.precision.needs_rule))
+    return updaters
 
 
 def _moved_rows(prepared: Sequence[Plans]) -> set[int]:

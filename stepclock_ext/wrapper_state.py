@@ -6,14 +6,12 @@ import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from . import arguments, companion_state, ops, resume
 from .clock import StepClock
+from .inner_states import check_groups, check_states, keep_dtypes, part_of
 from .loss_scale import LossScale
-from .update_rules import RULES
 from .window import Window
 
 if TYPE_CHECKING:
@@ -33,12 +31,17 @@ def save(opt: ClockedOptimizer) -> dict[str, Any]:
     Several optimizers become one: their groups follow one another and parameters are numbered on.
     """
     opt._settle_late()
+    if opt._processes is not None:
+        opt._processes.refuse_hidden()
     state: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []
-    for inner in opt.optimizers:
+    shards = opt._pass.shards
+    shared = None if shards is None else shards.save()
+    for i, inner in enumerate(opt.optimizers):
         first = sum(len(group["params"]) for group in groups)
         saved = inner.state_dict()
-        state.update({first + index: values for index, values in saved["state"].items()})
+        states = saved["state"] if shared is None else shared[i]
+        state.update({first + index: values for index, values in states.items()})
         for group in saved["param_groups"]:
             groups.append({**group, "params": [first + index for index in group["params"]]})
     return {"state": state, "param_groups": groups, "stepclock": _save_own(opt)}
@@ -54,6 +57,7 @@ def _save_own(opt: ClockedOptimizer) -> dict[str, Any]:
             row: grad.detach().clone() for row, grad in opt._pass.accumulator.held().items()
         },
         "loss_scale": scale.state_dict() if isinstance(scale, LossScale) else scale,
+        "rank": None if opt._processes is None else opt._processes.place,
         "consecutive_skips": opt._settings.consecutive_skips,
         "schedulers": opt._schedulers.state_dict(),
         **companion_state.save(opt),
@@ -76,8 +80,8 @@ def load(
     """
     if not isinstance(state, dict):
         raise TypeError(f"{_WHERE}: the state must be a dict, got {type(state).__name__}")
-    _check_groups(opt, state)
-    _check_states(opt, state)
+    check_groups(opt, state)
+    check_states(opt, state)
     own = None if "stepclock" not in state else _read_own(opt, state["stepclock"])
     resumption = resume.decide(
         opt, state, how=remap, lr_scaling=lr_scaling, factory=scheduler_factory
@@ -88,87 +92,24 @@ def load(
     for inner in opt.optimizers:
         groups = state["param_groups"][first_group : first_group + len(inner.param_groups)]
         rows = sum(len(group["params"]) for group in groups)
-        part = _part(state, groups, first_row)
+        part = part_of(state, groups, first_row)
         inner.load_state_dict(part)
-        _keep_dtypes(inner, part)
+        keep_dtypes(inner, part)
         first_group += len(groups)
         first_row += rows
     opt.clock.rewind_window()
     opt._start_window()
     opt._build_pass()  # lets go of the state tensors that were replaced
+    if opt._pass.shards is not None:
+        opt._pass.shards.load()
+    if opt._locals is not None:
+        opt._locals.spread_states()
     said = companion_state.apply(opt, None if own is None else own.companions)
     if own is not None:
         resume.go_on(opt, resumption)
         _apply_own(opt, own, keeps_schedulers=resumption.keeps_schedulers)
         resume.apply(opt, resumption, own.last_lr)
     return said
-
-
-def _keep_dtypes(inner: Optimizer, part: dict[str, Any]) -> None:
-    """Gives states their dtype back: torch casts them to their parameter's in loading.
-
-    torch's own optimizers without a fused rule of ours need what it makes of them.
-    """
-    if type(inner) not in RULES and type(inner).__module__.startswith("torch.optim"):
-        return
-    params = [p for group in inner.param_groups for p in group["params"]]
-    for index, values in part["state"].items():
-        state = inner.state[params[index]]
-        for key, saved in values.items():
-            now = state.get(key)
-            if not isinstance(saved, Tensor) or not isinstance(now, Tensor):
-                continue
-            own = params[index].dtype
-            if saved.dtype != now.dtype and now.is_floating_point() and _stands(saved, own):
-                state[key] = saved.detach().clone().to(now.device)
-
-
-def _stands(saved: Tensor, own: torch.dtype) -> bool:
-    """Whether a state of that dtype can stand beside a parameter of dtype `own`."""
-    up_to_fp32 = (*ops.HALVES, torch.float32)
-    return saved.dtype in up_to_fp32 and own in up_to_fp32
-
-
-def _check_states(opt: ClockedOptimizer, state: dict[str, Any]) -> None:
-    """Refuses states that an optimizer would load and stumble over in its next update."""
-    indices = [index for group in state["param_groups"] for index in group["params"]]
-    owners = [
-        (inner, p) for inner in opt.optimizers for g in inner.param_groups for p in g["params"]
-    ]
-    for index, (inner, p) in zip(indices, owners, strict=True):
-        values = state["state"].get(index, {})
-        if not isinstance(values, dict):
-            raise ValueError(f"{_WHERE}: state {index} must be a dict, got {values!r}")
-        for key, value in values.items():
-            is_moment = type(inner) in RULES and key != "step" and isinstance(value, Tensor)
-            if is_moment and value.shape != p.shape:
-                raise ValueError(
-                    f"{_WHERE}: {key!r} of state {index} is {tuple(value.shape)}, its parameter "
-                    f"{tuple(p.shape)}; load the state of this model"
-                )
-
-
-def _part(state: dict[str, Any], groups: list[dict[str, Any]], first: int) -> dict[str, Any]:
-    """One inner optimizer's share of a saved state, numbered from 0 again."""
-    indices = [index for group in groups for index in group["params"]]
-    values = {index - first: state["state"][index] for index in indices if index in state["state"]}
-    renumbered = [{**g, "params": [index - first for index in g["params"]]} for g in groups]
-    return {"state": values, "param_groups": renumbered}
-
-
-def _check_groups(opt: ClockedOptimizer, state: dict[str, Any]) -> None:
-    if not {"state", "param_groups"} <= state.keys():
-        raise ValueError(
-            f"{_WHERE}: the state lacks 'state' and 'param_groups', got {sorted(map(str, state))}; "
-            "pass what state_dict() gave"
-        )
-    saved = [len(group["params"]) for group in state["param_groups"]]
-    here = [len(group["params"]) for group in opt.param_groups]
-    if saved != here:
-        raise ValueError(
-            f"{_WHERE}: the state has groups of {saved} parameters, this optimizer of {here}; "
-            "build the same groups before loading"
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +139,7 @@ def _read_own(opt: ClockedOptimizer, own: Any) -> _Own:
         return _Own(
             clock=clock,
             window=Window.from_state_dict(own["window"]),
-            accumulators=_read_accumulators(opt, own["accumulators"]),
+            accumulators=_read_accumulators(opt, own),
             loss_scale=_read_loss_scale(opt, own["loss_scale"]),
             consecutive_skips=operator.index(own["consecutive_skips"]),
             schedulers=[
@@ -223,18 +164,24 @@ def _read_loss_scale(opt: ClockedOptimizer, saved: Any) -> LossScale | float | N
     return LossScale(**saved) if isinstance(saved, dict) else saved
 
 
-def _read_accumulators(opt: ClockedOptimizer, saved: dict[int, Tensor]) -> dict[int, Tensor]:
-    params, accumulators = opt._pass.rows.params, {}
+def _read_accumulators(opt: ClockedOptimizer, own: dict[str, Any]) -> dict[int, Tensor]:
+    saved, params, accumulators = own["accumulators"], opt._pass.rows.params, {}
+    here = None if opt._processes is None else opt._processes.place
+    if saved and own.get("rank") != here:
+        raise ValueError(
+            f"{_WHERE}: the state must hold the open window of this process, rank and world size "
+            f"{here}, got that of {own.get('rank')}; save after an update, or every rank its own"
+        )
     for row, grad in saved.items():
         if row not in range(len(params)):
             raise ValueError(
                 f"{_WHERE}: the state has an accumulator for parameter {row} of {len(params)}"
             )
-        p, here = params[row], opt._pass.rows.sum_dtype(row)
-        if grad.shape != p.shape or grad.dtype not in (here, p.dtype):
+        p, dtype = params[row], opt._pass.rows.sum_dtype(row)
+        if grad.shape != p.shape or grad.dtype not in (dtype, p.dtype):
             raise ValueError(
                 f"{_WHERE}: the accumulator of {opt._pass.names[row]!r} is {tuple(grad.shape)} "
-                f"{grad.dtype}, here {tuple(p.shape)} {here}; construct the wrapper with the same "
+                f"{grad.dtype}, here {tuple(p.shape)} {dtype}; construct the wrapper with the same "
                 "accumulate_dtype and gradient_accumulation_steps"
             )
         accumulators[row] = grad.detach().clone().to(p.device)
@@ -257,7 +204,16 @@ def _apply_own(opt: ClockedOptimizer, own: _Own, *, keeps_schedulers: bool) -> N
 
 
 def pack(opt: ClockedOptimizer) -> dict[str, Any]:
-    """Attributes for a copy. Accumulators go along: copying a parameter leaves its ``.grad``."""
+    """Attributes for a copy. Accumulators go along: copying a parameter leaves its ``.grad``.
+
+    Raises:
+        RuntimeError: the states are shared out over processes.
+    """
+    if opt._pass.shards is not None:
+        raise RuntimeError(
+            "ClockedOptimizer: a wrapper with shard_states=True must not be copied or pickled, it "
+            "holds a share of the states; save state_dict() on every rank"
+        )
     opt._settle_late()
     opt._companions.follow_all(opt._pass.rows)  # a copy's parameters count their versions anew
     state = {name: value for name, value in vars(opt).items() if name not in _DERIVED}

@@ -1,0 +1,153 @@
+"""DistributedDataParallel reduces: off inside a window, on for its last micro step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from .gradient_mean import average_gradients_
+from .parameters import register_hook
+from .ranks import Ranks
+
+__all__ = ["DdpReduction"]
+
+
+class DdpReduction:
+    """DDP's own reducer, told when to work, and what it leaves out.
+
+    A window that ends early (a tail) was not reduced by DDP: its gradients are averaged here, and
+    so are those of parameters that DDP does not know. With ``static_graph=True`` the very first
+    micro step is reduced as well, since DDP learns the graph from it: to a mean, more may be added.
+
+    Args:
+        ddp: the model, or the parts of it that are wrapped.
+        ranks: the processes of DDP.
+
+    Attributes:
+        is_averaged: True; DDP takes the mean over ranks.
+    """
+
+    is_averaged = True
+
+    def __init__(self, ddp: Sequence[DistributedDataParallel], ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._ddp = list(ddp)
+        self._is_last = False
+        self._is_reduced = False
+        self._needs_first = {id(m) for m in self._ddp if m.static_graph}
+        self._params: list[Tensor] = []
+        self._names: Sequence[str] = ()
+        self._watched: dict[int, int] = {}
+        self._arrived: set[int] = set()
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def bind(self, params: Sequence[Tensor], names: Sequence[str]) -> None:
+        """The parameters of the wrapper, one a row."""
+        self._params, self._names = list(params), names
+        for handle in self._handles:
+            handle.remove()
+        self._watched = {id(p): row for row, p in enumerate(params) if self._must_arrive(p)}
+        me = weakref.ref(self)
+
+        def arrive(p: Tensor) -> None:
+            if (owner := me()) is not None and owner._is_last:
+                owner._arrived.add(id(p))
+
+        self._handles = [register_hook(p, arrive) for p in params if id(p) in self._watched]
+
+    def expect(self, *, is_last: bool) -> None:
+        """Before the forward of a micro step: whether it is the last of its window."""
+        self._is_last = is_last
+        self._arrived.clear()
+        for module in self._ddp:
+            module.require_backward_grad_sync = is_last or id(module) in self._needs_first
+
+    def end_micro_step(self) -> None:
+        """After the backward of a micro step.
+
+        Raises:
+            RuntimeError: DDP waits for a parameter that took no part.
+        """
+        self._needs_first.clear()
+        if not self._is_last:
+            return
+        self._is_reduced = True
+        missing = self._watched.keys() - self._arrived
+        if missing and self._arrived:
+            names = sorted(self._names[self._watched[key]] for key in missing)
+            raise RuntimeError(
+                "ClockedOptimizer: under DDP every parameter must take part in the last micro step "
+                f"of a window, got none of {', '.join(names[:5])}; build DDP with "
+                "find_unused_parameters=True, or pass process_group= in place of DDP"
+            )
+
+    def backward_nothing(self, loss: Tensor) -> None:
+        """A micro step without items, which DDP reduces: its gradients are zero."""
+        leaves = _leaves(loss)
+        zeros = [torch.zeros_like(p, memory_format=torch.preserve_format) for p in leaves]
+        if leaves:
+            torch.autograd.backward(leaves, zeros)
+
+    @property
+    def num_averaged(self) -> int:
+        return self.ranks.size
+
+    @property
+    def reduces_now(self) -> bool:
+        """The micro step that runs is one that DDP reduces."""
+        return self._is_last or bool(self._needs_first)
+
+    @property
+    def hides_gradients(self) -> bool:
+        """Gradients of an open window lie in ``.grad``."""
+        return False
+
+    @property
+    def num_rounds(self) -> int:
+        return int(self._is_reduced)
+
+    @property
+    def is_complete(self) -> bool:
+        """DDP has seen to parameters without a gradient."""
+        return True
+
+    def complete(self, num_rounds: int, what: str, *, is_complete: bool) -> None:
+        """Averages what DDP has not."""
+        known = self._known() if self._is_reduced else set()
+        rest = [p for p in self._params if id(p) not in known]
+        if rest:
+            average_gradients_(rest, self.ranks, what)
+
+    def clear(self) -> None:
+        """A new window."""
+        self._is_reduced = False
+
+    def _known(self) -> set[int]:
+        return {id(p) for module in self._ddp for p in module.parameters() if p.requires_grad}
+
+    def _must_arrive(self, p: Tensor) -> bool:
+        return p.requires_grad and any(
+            not (module.find_unused_parameters or module.static_graph)
+            and any(p is known for known in module.parameters())
+            for module in self._ddp
+        )
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    """The leaves that a loss depends on."""
+    found: dict[int, Tensor] = {}
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found[id(leaf)] = leaf
+        waiting.extend(parent for parent, _ in node.next_functions)
+    return list(found.values())

@@ -1,0 +1,197 @@
+"""Whether this process trains with others, and who adds their gradients."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
+
+from .accumulator import Accumulator
+from .bucket_reduction import BucketReduction
+from .buckets import Buckets
+from .ddp_reduction import DdpReduction
+from .fsdp_reduction import FsdpReduction, fsdp_modules
+from .joint_windows import JointWindows
+from .local_optimizers import has_dtensors
+from .norm import Across
+from .parameter_agreement import broadcast_parameters, check_parameters
+from .parameters import ParameterRows
+from .ranks import Ranks
+from .reducer_options import ReducerOptions, check_process_group
+from .reductions import Engine
+from .sharded_states import refuse_unsharded
+
+if TYPE_CHECKING:
+    from .optimizer import ClockedOptimizer
+
+__all__ = ["Processes", "data_parallel_size", "join_processes"]
+
+_COLLECTIVE = re.compile(r"gloo|NCCL|ProcessGroup|[Cc]onnection (closed|reset)|Timed out waiting")
+
+
+class Processes:
+    """The processes that a wrapper trains with.
+
+    Attributes:
+        ranks: who they are.
+        options: of our own reduction; None where an engine reduces.
+        engine: DDP or FSDP2.
+        joint: their windows as one.
+    """
+
+    def __init__(
+        self, ranks: Ranks, options: ReducerOptions | None, engine: Engine | None = None
+    ) -> None:
+        self.ranks = ranks
+        self.options = options
+        self.engine = engine
+        self.joint = JointWindows(ranks)
+        if engine is not None:
+            self.joint.reduction = engine
+
+    @property
+    def reduced_by(self) -> str:
+        """Who adds gradients over processes: "us" or "engine"."""
+        return "us" if self.engine is None else "engine"
+
+    @property
+    def place(self) -> list[int]:
+        """Rank and size, for what only this process can load."""
+        return [self.ranks.rank, self.ranks.size]
+
+    def watch(
+        self, accumulator: Accumulator, groups: Iterable[dict[str, Any]], names: Sequence[str]
+    ) -> None:
+        """Tells the engine of the parameters, and the accumulator of the engine."""
+        if self.engine is not None:
+            self.engine.bind([p for group in groups for p in group["params"]], names)
+            accumulator.is_replaced = True
+
+    def refuse_hidden(self) -> None:
+        """Refuses to save an open window that lies inside an engine.
+
+        Raises:
+            RuntimeError: it does.
+        """
+        if self.engine is not None and self.engine.hides_gradients:
+            raise RuntimeError(
+                "ClockedOptimizer.state_dict: under FSDP2 a state must be saved between two "
+                "windows, got an open one, whose gradients FSDP2 keeps; save after an update"
+            )
+
+    def explain(self, error: BaseException, opt: ClockedOptimizer) -> None:
+        """Raises the error that names the missing rank, where `error` is a collective's."""
+        if isinstance(error, RuntimeError) and _is_collective(error):
+            raise self.ranks.failure(self.joint.describe(opt), error) from error
+
+    def agree_on_parameters(self, params: Sequence[Tensor], names: Sequence[str]) -> None:
+        """Sees to it that every rank begins alike; an engine does that by itself.
+
+        Raises:
+            ValueError: a parameter differs, and is not to be broadcast.
+        """
+        if self.options is None:
+            return
+        if self.options.broadcast_parameters:
+            broadcast_parameters(params, self.ranks)
+        check_parameters(params, names, self.ranks)
+
+    def across(self, opt: ClockedOptimizer) -> Across | None:
+        """How the norm is taken across ranks; None where each of them holds every gradient."""
+        if opt._locals is not None:
+            counted = opt._locals.counted
+        elif opt._pass.shards is not None:
+            counted = [True] * len(opt._pass.moved_rows.params)
+        else:
+            return None
+        return Across(self.ranks, counted, self.joint.describe(opt))
+
+    def make_reduction(self, rows: ParameterRows) -> BucketReduction | None:
+        """Our own reduction of these rows, which takes the place of an earlier one."""
+        if self.options is None:
+            return None
+        scatters = self.options.shard_states
+        buckets = Buckets(
+            rows.params,
+            [rows.sum_dtype(row) for row in rows.every_row],
+            bucket_bytes=self.options.bucket_bytes,
+            num_ranks=self.ranks.size if scatters else 1,
+        )
+        self.joint.reduction = BucketReduction(buckets, self.ranks, scatters=scatters)
+        return self.joint.reduction
+
+
+def join_processes(
+    model: torch.nn.Module | None, process_group: Any, optimizers: Sequence[Optimizer]
+) -> Processes | None:
+    """The processes of a wrapper; None where it is alone, or nobody told it of others.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `check_process_group`; an optimizer cannot go with
+            the options.
+    """
+    options = check_process_group(process_group)
+    engine = _find_engine(model, optimizers)
+    if engine is not None and options is not None:
+        raise ValueError(
+            "ClockedOptimizer: process_group must be None where DDP or FSDP2 reduces, got a group; "
+            "pass the bare model, or leave process_group out"
+        )
+    if engine is not None:
+        return Processes(engine.ranks, None, engine)
+    if options is None:
+        return None
+    for inner in optimizers:
+        if isinstance(inner, LBFGS):
+            raise ValueError(
+                "ClockedOptimizer: process_group must be None with LBFGS, got a group; its "
+                "closures are evaluated a different number of times on each rank"
+            )
+    if options.shard_states:
+        refuse_unsharded(optimizers)
+    ranks = Ranks(options.process_group, options.timeout)
+    return Processes(ranks, options) if ranks.size > 1 else None
+
+
+def data_parallel_size(processes: Processes | None) -> int:
+    """How many processes read different data, as the plan counts them."""
+    if processes is not None:
+        engine = processes.engine
+        return processes.ranks.size if engine is None else engine.num_averaged
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return 1
+
+
+def _find_engine(model: torch.nn.Module | None, optimizers: Sequence[Optimizer]) -> Engine | None:
+    """Who reduces the gradients of this model inside backward.
+
+    Raises:
+        TypeError: it is wrapped in an engine that is not supported.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    modules = [] if model is None else list(model.modules())
+    for module in modules:
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise TypeError(
+                "ClockedOptimizer: model must be wrapped by fully_shard (FSDP2) or DDP, got "
+                "FullyShardedDataParallel; use torch.distributed.fsdp.fully_shard"
+            )
+    ddp = [module for module in modules if isinstance(module, DistributedDataParallel)]
+    if ddp:
+        return DdpReduction(ddp, Ranks(ddp[0].process_group))
+    sharded = fsdp_modules(model)
+    if sharded or has_dtensors(optimizers):
+        return FsdpReduction(sharded, Ranks(None))
+    return None
+
+
+def _is_collective(error: RuntimeError) -> bool:
+    return isinstance(error, dist.DistError) or bool(_COLLECTIVE.search(str(error)))
