@@ -85,6 +85,7 @@ class BucketReduction:
             if self.buckets.slots[row].bucket >= self._next:
                 return False
             self._late.append((row, grad))
+            self._source.sums.repeated = True
             return True
 
     def arrive(self, row: int) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +22,11 @@ from .ddp_reduction import DdpReduction
 from .fsdp_reduction import FsdpReduction, fsdp_modules
 from .joint_windows import JointWindows
 from .local_optimizers import has_dtensors
+from .noise_scale import NoiseSample
 from .norm import Across
 from .parameter_agreement import broadcast_parameters, check_parameters
 from .parameters import ParameterRows
+from .plan import TrainPlan
 from .ranks import Ranks
 from .reducer_options import ReducerOptions, check_process_group
 from .reductions import Engine
@@ -59,6 +64,11 @@ class Processes:
     def reduced_by(self) -> str:
         """Who adds gradients over processes: "us" or "engine"."""
         return "us" if self.engine is None else "engine"
+
+    @property
+    def shared_options(self) -> ReducerOptions | None:
+        """The options, without the group, of which each process has its own object."""
+        return None if self.options is None else replace(self.options, process_group=None)
 
     @property
     def place(self) -> list[int]:
@@ -111,6 +121,45 @@ class Processes:
         else:
             return None
         return Across(self.ranks, counted, self.joint.describe(opt))
+
+    def add_samples(self, opt: ClockedOptimizer, mine: NoiseSample | None) -> NoiseSample | None:
+        """What all ranks' micro steps say about the noise; None where one of them says nothing."""
+        numbers = [math.nan, 0.0] if mine is None else [mine.weighted_squares, mine.num_micro]
+        told = self.ranks.gather(numbers, self.joint.describe(opt))
+        squares, num_micro = (sum(numbers) for numbers in zip(*told, strict=True))
+        if mine is None or math.isnan(squares):
+            return None
+        return replace(mine, weighted_squares=squares, num_micro=int(num_micro))
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Sees to it that every rank was given the same.
+
+        Raises:
+            ValueError: an option differs, on every rank.
+        """
+        marks = [float(zlib.crc32(repr(value).encode())) for value in options.values()]
+        told = self.ranks.gather(marks, "the comparison of options")
+        for name, numbers in zip(options, zip(*told, strict=True), strict=True):
+            if len(set(numbers)) > 1:
+                others = [r for r, number in enumerate(numbers) if number != numbers[0]]
+                raise ValueError(
+                    f"ClockedOptimizer: {name} must be the same on all ranks, got "
+                    f"{options[name]!r} on rank {self.ranks.rank}, and ranks {others} have others "
+                    "than rank 0; construct every rank's wrapper alike"
+                )
+
+    def check_plan(self, plan: TrainPlan | None) -> None:
+        """Refuses a plan for another number of processes.
+
+        Raises:
+            ValueError: it is one.
+        """
+        size = data_parallel_size(self)
+        if plan is not None and plan.world_size != size:
+            raise ValueError(
+                f"ClockedOptimizer: the plan's world_size must be the {size} processes that read "
+                f"different data, got {plan.world_size}; plan with world_size={size}"
+            )
 
     def make_reduction(self, rows: ParameterRows) -> BucketReduction | None:
         """Our own reduction of these rows, which takes the place of an earlier one."""

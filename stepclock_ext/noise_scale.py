@@ -144,7 +144,7 @@ class MicroNorms:
             weight: of the window.
             norm: of its sum.
         """
-        found = None if self._num_micro < 2 else self._read(grads, slots)
+        found = self._read(grads, slots)
         if found is None:
             return None
         return NoiseSample(found[0] / scale**2, found[1], weight, norm / (scale * weight))
@@ -184,4 +184,4 @@ class MicroNorms:
 
     def _is_kept(self, row: int) -> bool:
         """Whether the row's sum is its first gradient, which nothing has read."""
-        return row not in self._rows.wide and self._caught.sums.count(row) == 1
+        return self._caught.sums.is_kept(row) and self._caught.sums.count(row) == 1

@@ -169,6 +169,8 @@ class ClockedOptimizer(OptimizerFacade):
         self._build_pass()
         self._attach_first(list(schedulers))
         if self._processes is not None:
+            self._processes.check_plan(plan)
+            self._processes.check_options(wrapper_state.options(self))
             self._processes.agree_on_parameters(self._pass.rows.params, self._pass.names)
         if ema is not None:
             ema.is_bound = True
@@ -579,7 +581,7 @@ class ClockedOptimizer(OptimizerFacade):
         settings = PassSettings(
             precision=self._precision,
             is_wide=self._is_wide(),
-            with_norms=self._noise is not None and not (self._needs_closure or is_many_processes()),
+            with_norms=self._noise is not None and self._can_have_norms(),
             names=parameter_names(self._groups, self._model),
             local=self._locals,
             make_reduction=None if self._processes is None else self._processes.make_reduction,
@@ -594,6 +596,11 @@ class ClockedOptimizer(OptimizerFacade):
         if self._backend.settles_late:
             watch_clock(self)
         self._expect_micro_step()
+
+    def _can_have_norms(self) -> bool:
+        """Whether gradients can be caught one by one: by nobody else's reduction, or LBFGS's."""
+        is_ours = self._processes is not None and self._processes.reduced_by == "us"
+        return not self._needs_closure and (is_ours or not is_many_processes())
 
     def _is_wide(self) -> bool:
         reduced_by = None if self._processes is None else self._processes.reduced_by

@@ -178,7 +178,9 @@ def parameter_names(
     """A name for each row: the model's, the group's own, or its place."""
     known: dict[int, str] = {}
     if model is not None:
-        known = {id(p): name for name, p in model.named_parameters()}
+        is_ddp = type(model).__name__ == "DistributedDataParallel"
+        bare = model.get_submodule("module") if is_ddp else model
+        known = {id(p): name for name, p in bare.named_parameters()}
     names = []
     for g, group in enumerate(groups):
         own = group.get("param_names") or [None] * len(group["params"])

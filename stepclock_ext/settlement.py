@@ -148,13 +148,14 @@ def _sample_noise(
     accumulator, window = opt._pass.accumulator, opt._window
     if accumulator.norms is None or not measurement.finite:
         return None
-    return accumulator.norms.finish(
-        gradients.grads,
+    sample = accumulator.norms.finish(
+        gradients.grads if opt._processes is None else accumulator.grads(),
         accumulator.slots,
         scale=window.divisor("sum"),
         weight=window.weight,
-        norm=measurement.norm * window.divisor(opt.reduction),
+        norm=measurement.norm * opt._divisor(window),
     )
+    return sample if opt._processes is None else opt._processes.add_samples(opt, sample)
 
 
 # Late.

@@ -17,7 +17,7 @@ from .window import Window
 if TYPE_CHECKING:
     from .optimizer import ClockedOptimizer
 
-__all__ = ["load", "pack", "save", "unpack"]
+__all__ = ["load", "options", "pack", "save", "unpack"]
 
 _VERSION = 1
 _WHERE = "ClockedOptimizer.load_state_dict"
@@ -45,6 +45,25 @@ def save(opt: ClockedOptimizer) -> dict[str, Any]:
         for group in saved["param_groups"]:
             groups.append({**group, "params": [first + index for index in group["params"]]})
     return {"state": state, "param_groups": groups, "stepclock": _save_own(opt)}
+
+
+def options(opt: ClockedOptimizer) -> dict[str, Any]:
+    """What a wrapper was constructed with, by the names of its arguments."""
+    return {
+        "gradient_accumulation_steps": opt.gradient_accumulation_steps,
+        "max_grad_norm": opt._clip.max_grad_norm,
+        "norm_type": opt._clip.norm_type,
+        "reduction": opt.reduction,
+        "loss_scale": opt.loss_scale,
+        "plan": opt.plan,
+        "precision": opt._precision,
+        "ema": opt._companions.ema,
+        "noise_scale": opt._noise is not None,
+        "nonfinite": opt.nonfinite,
+        "max_consecutive_skips": opt.max_consecutive_skips,
+        "tail": opt.tail,
+        "process_group": None if opt._processes is None else opt._processes.shared_options,
+    }
 
 
 def _save_own(opt: ClockedOptimizer) -> dict[str, Any]:
