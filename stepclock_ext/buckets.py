@@ -12,6 +12,7 @@ __all__ = ["Bucket", "Buckets", "Slot"]
 
 # Elements that a row, and a process's share, is padded to: 256 bytes of fp32, for wide loads.
 _ALIGN = 64
+_FIRST_BYTES = 2**20  # the first bucket is small, so that the wire is busy soon (as DDP does)
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Buckets:
     Args:
         params: one a row.
         dtypes: of the sums; a complex one is two real numbers here.
-        bucket_bytes: a bucket that has reached this is closed.
+        bucket_bytes: a bucket that has reached this is closed; the first one at 1 MiB already.
         num_ranks: each bucket is padded to equal shares of so many.
 
     Example:
@@ -88,12 +89,14 @@ class Buckets:
         """Rows of each bucket: alike in dtypes and device, closed when it is full."""
         open_rows: dict[tuple[torch.dtype, torch.dtype, torch.device], list[int]] = {}
         sizes: dict[tuple[torch.dtype, torch.dtype, torch.device], int] = {}
+        has_first = False
         for row in reversed(range(len(self._params))):
             p = self._params[row]
             key = (_real(self._dtypes[row]), p.dtype, p.device)
             open_rows.setdefault(key, []).append(row)
             sizes[key] = sizes.get(key, 0) + self._num_real(row) * key[0].itemsize
-            if sizes[key] >= bucket_bytes:
+            if sizes[key] >= (bucket_bytes if has_first else min(bucket_bytes, _FIRST_BYTES)):
+                has_first = True
                 yield tuple(open_rows.pop(key))
                 del sizes[key]
         yield from map(tuple, open_rows.values())

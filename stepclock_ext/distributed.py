@@ -18,6 +18,7 @@ from torch.optim import LBFGS, Optimizer
 from .accumulator import Accumulator
 from .bucket_reduction import BucketReduction
 from .buckets import Buckets
+from .companions import ParameterCompanions
 from .ddp_reduction import DdpReduction
 from .fsdp_reduction import FsdpReduction, fsdp_modules
 from .joint_windows import JointWindows
@@ -147,6 +148,19 @@ class Processes:
                     f"{options[name]!r} on rank {self.ranks.rank}, and ranks {others} have others "
                     "than rank 0; construct every rank's wrapper alike"
                 )
+
+    def share_seed(self, companions: ParameterCompanions) -> None:
+        """Equal copies of a parameter are rounded alike: by the seed of rank 0.
+
+        Shares are not equal copies: each rank rounds its own by a seed of its own.
+        """
+        if companions.rounding_seed is None:
+            return
+        halves = [companions.rounding_seed >> 32, companions.rounding_seed & 0xFFFFFFFF]
+        high, low = self.ranks.gather([float(half) for half in halves], "the shared seed")[0]
+        is_shared_out = self.options is not None and self.options.shard_states
+        seed = (int(high) << 32) + int(low) + (self.ranks.rank if is_shared_out else 0)
+        companions.rounding_seed = seed & (2**64 - 1)
 
     def check_plan(self, plan: TrainPlan | None) -> None:
         """Refuses a plan for another number of processes.

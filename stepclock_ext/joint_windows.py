@@ -32,6 +32,7 @@ class _Report:
     window_steps: float
     scale: float
     unit: float
+    rates: float
     micro_step: float
     micro_steps: float
     weight: float
@@ -47,6 +48,7 @@ _COMMON = {
     "window_steps": "gradient_accumulation_steps",
     "scale": "loss scale",
     "unit": "unit of weights",
+    "rates": "sum of the groups' learning rates",
 }
 
 
@@ -135,6 +137,7 @@ class JointWindows:
             window_steps=opt.gradient_accumulation_steps,
             scale=window.scale,
             unit=window.unit if window.seeded or not window.is_scaled else self.next_unit,
+            rates=sum(opt._learning_rates()),
             micro_step=clock.micro_step,
             micro_steps=clock.micro_step_in_window,
             weight=window.weight,
@@ -150,8 +153,8 @@ class JointWindows:
             if len(set(values)) > 1:
                 raise RuntimeError(
                     f"ClockedOptimizer: the {called} must be the same on all ranks, got "
-                    f"{_listed(values)} on ranks 0 to {len(values) - 1}; load the same state and "
-                    "set the same options on every rank"
+                    f"{_listed(values)} on ranks 0 to {len(values) - 1}; load the same state, set "
+                    "the same options and report the same metrics on every rank"
                 )
 
     def _join(self, opt: ClockedOptimizer, reports: list[_Report]) -> None:

@@ -170,6 +170,7 @@ class ClockedOptimizer(OptimizerFacade):
         self._attach_first(list(schedulers))
         if self._processes is not None:
             self._processes.check_plan(plan)
+            self._processes.share_seed(self._companions)
             self._processes.check_options(wrapper_state.options(self))
             self._processes.agree_on_parameters(self._pass.rows.params, self._pass.names)
         if ema is not None:
@@ -338,7 +339,16 @@ class ClockedOptimizer(OptimizerFacade):
 
         Returns:
             The micro steps to replay, counted from 1 as the clock does; empty without a window.
+
+        Raises:
+            RuntimeError: other ranks have a part of the window's gradients.
         """
+        reduction = self._pass.accumulator.reduction
+        if reduction is not None and reduction.is_open:
+            raise RuntimeError(
+                "ClockedOptimizer.discard: other ranks must not have gradients of this window, got "
+                "a backward that failed in its last micro step; restart from the last checkpoint"
+            )
         last = self.clock.micro_step
         self.clock.rewind_window()
         for group in self.param_groups:  # also of a group that is not known yet

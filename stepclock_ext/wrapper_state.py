@@ -22,7 +22,7 @@ __all__ = ["load", "options", "pack", "save", "unpack"]
 _VERSION = 1
 _WHERE = "ClockedOptimizer.load_state_dict"
 # Rebuilt from the rest when a wrapper is copied or unpickled.
-_DERIVED = ("_pass", "_backend", "_buffers")
+_DERIVED = ("_pass", "_backend", "_buffers", "_locals")
 
 
 def save(opt: ClockedOptimizer) -> dict[str, Any]:
@@ -226,12 +226,12 @@ def pack(opt: ClockedOptimizer) -> dict[str, Any]:
     """Attributes for a copy. Accumulators go along: copying a parameter leaves its ``.grad``.
 
     Raises:
-        RuntimeError: the states are shared out over processes.
+        RuntimeError: it belongs to several processes.
     """
-    if opt._pass.shards is not None:
+    if opt._processes is not None:
         raise RuntimeError(
-            "ClockedOptimizer: a wrapper with shard_states=True must not be copied or pickled, it "
-            "holds a share of the states; save state_dict() on every rank"
+            "ClockedOptimizer: a wrapper of several processes must not be copied or pickled, its "
+            "groups and buckets belong to one; save state_dict() on every rank"
         )
     opt._settle_late()
     opt._companions.follow_all(opt._pass.rows)  # a copy's parameters count their versions anew
