@@ -59,7 +59,8 @@ class Accumulator:
         self._seen: list[tuple[int, int]] = [(0, 0)]
         caught = rows.wide if reduction is None and not with_norms else rows.every_row
         kept = {} if buffers is None else buffers
-        self.caught = CaughtGradients(rows, caught, self.slots, kept, reduction)
+        late = () if reduction is None or with_norms else set(rows.every_row) - rows.wide
+        self.caught = CaughtGradients(rows, caught, self.slots, kept, reduction, late)
         self.reduction = reduction
         self.is_replaced = False
         self._is_last = False
@@ -80,12 +81,18 @@ class Accumulator:
         self.caught.settle()
         return all(grad is None for grad in self.grads())
 
-    def begin_micro_step(self, *, is_last: bool) -> None:
-        """The next gradients are those of the window's last micro step, or they are not."""
+    def begin_micro_step(self, *, is_last: bool, wants_squares: bool = True) -> None:
+        """The next gradients are those of the window's last micro step, or they are not.
+
+        Args:
+            is_last: they are known to be.
+            wants_squares: the norm is made of chunk sums of squares.
+        """
         self._is_last = is_last
         if is_last and self.is_replaced:
             self._held = None
-        self.caught.sums.is_last = is_last and self.reduction is None
+        self.caught.is_last = is_last
+        self.caught.sums.is_last = is_last and wants_squares and self.reduction is None
 
     def begin_backward(self) -> None:
         """Sees to it that gradients come to us, also if another wrapper was here meanwhile."""

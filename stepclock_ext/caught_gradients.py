@@ -30,15 +30,20 @@ class CaughtGradients:
         the row's first:      the sum is stored (fp32, buckets) or is the gradient itself
         any other:            added; the last micro step's pass also writes the chunk sums
 
+    A sum in the gradients' own dtype that goes into a bucket can wait for that: until the window's
+    last micro step autograd adds in ``.grad``, as it does without us.
+
     Args:
         rows: the parameters.
         caught: rows to catch.
         slots: the window's chunk sums.
         buffers: fp32 sums by parameter, kept from pass to pass.
         reduction: hands the sums to other processes; they lie in its buckets.
+        late: rows whose gradients may stay in ``.grad`` until the last micro step.
 
     Attributes:
         rows: those that are caught.
+        is_last: the micro step that runs is the window's last.
         sums: of the open window.
         reduction: as given.
         arrivals: gradients caught so far; it only grows.
@@ -52,8 +57,11 @@ class CaughtGradients:
         slots: Tensor,
         buffers: dict[Tensor, Tensor],
         reduction: BucketReduction | None = None,
+        late: Iterable[int] = (),
     ) -> None:
         self.rows = frozenset(caught)
+        self.is_last = False
+        self._late = frozenset(late)
         self.sums = WindowSums(
             rows, slots, buffers, None if reduction is None else reduction.buckets
         )
@@ -88,20 +96,22 @@ class CaughtGradients:
         """The row's window sum; None where no gradient has come."""
         return self.sums.of(row)
 
-    def settle(self) -> None:
-        """Adds what waits, and gradients that came without a hook (``p.grad = ...``, say)."""
+    def settle(self, *, all_rows: bool = False) -> None:
+        """Adds what waits, and gradients that came without a hook (``p.grad = ...``, say).
+
+        Args:
+            all_rows: also of those whose turn is in the window's last micro step.
+        """
         for row in self.rows:
             p = self._all.params[row]
-            if p.grad is not None:
+            if p.grad is not None and (all_rows or self._is_due(row)):
                 self._watch(row)
-                self.catch(row)
+                self._take(row)
         with self._lock:
             if self._stream is not None:  # autograd has joined the streams of its gradients
                 for grad in self._waiting.values():
                     grad.record_stream(torch.cuda.current_stream(grad.device))
             self.flush()
-        if self.reduction is not None:
-            self.reduction.settle()
 
     def end_micro_step(self) -> set[int]:
         """Rows that got a gradient in the micro step that ends here."""
@@ -122,7 +132,23 @@ class CaughtGradients:
         self.taken = None
 
     def catch(self, row: int) -> None:
-        """Takes the row's gradient out of ``.grad``; what the hooks call."""
+        """A gradient has arrived in ``.grad``; what the hooks call."""
+        if self._is_due(row):
+            self._take(row)
+
+    def _is_due(self, row: int) -> bool:
+        """Whether a gradient of the row is taken now, and not in the last micro step."""
+        return self.is_last or row not in self._late or self.sums.of(row) is not None
+
+    def take_rest(self, rows: Iterable[int]) -> None:
+        """Adds what lies in ``.grad`` of these rows."""
+        for row in rows:
+            if self._all.params[row].grad is not None:
+                self._take(row)
+        self.flush()
+
+    def _take(self, row: int) -> None:
+        """Takes the row's gradient out of ``.grad``."""
         p = self._all.params[row]
         grad = p.grad
         if grad is None:

@@ -28,7 +28,8 @@ class StepClock:
         tick_update()           update_step + 1, the window is closed
         tick_skip()             skipped_updates + 1, the window is closed; nothing is due
         close_window()          the window is closed, nothing else moves
-        join_window(n, weight)  the open window has n micro steps, and more weight, elsewhere
+        join_window(n, weight)  with other processes the open window has n micro steps, this weight
+        align(n)                other processes have counted n micro steps
         rewind_window()         the open window's micro steps never happened
         end_epoch()             epoch + 1, the position in the epoch is 0
 
@@ -111,7 +112,7 @@ class StepClock:
 
         Args:
             micro_steps: of the process that did most in it.
-            weight: of the other processes.
+            weight: of the window, over all processes.
         """
         if self.micro_step_in_window == 0:
             self._window_start = (self.micro_step, self.micro_step_in_epoch, self.weight_seen)
@@ -119,7 +120,12 @@ class StepClock:
         self.micro_step += more
         self.micro_step_in_epoch += more
         self.micro_step_in_window += more
-        self.weight_seen += weight
+        self.weight_seen = self._window_start[2] + weight
+
+    def align(self, micro_step: int) -> None:
+        """Between two windows: other processes have counted up to here."""
+        self.micro_step = micro_step
+        self._window_start = (micro_step, self.micro_step_in_epoch, self.weight_seen)
 
     def end_epoch(self) -> None:
         """Counts an epoch; an open window stays open (its weight is carried)."""

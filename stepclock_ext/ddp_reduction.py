@@ -93,6 +93,11 @@ class DdpReduction:
             torch.autograd.backward(leaves, zeros)
 
     @property
+    def num_collectives_before(self) -> int:
+        """The engine counts its own."""
+        return 0
+
+    @property
     def num_averaged(self) -> int:
         return self.ranks.size
 

@@ -25,7 +25,7 @@ from .joint_windows import JointWindows
 from .local_optimizers import has_dtensors
 from .noise_scale import NoiseSample
 from .norm import Across
-from .parameter_agreement import broadcast_parameters, check_parameters
+from .parameter_agreement import broadcast_parameters, check_parameters, check_shapes
 from .parameters import ParameterRows
 from .plan import TrainPlan
 from .ranks import Ranks
@@ -60,6 +60,24 @@ class Processes:
         self.joint = JointWindows(ranks)
         if engine is not None:
             self.joint.reduction = engine
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Processes:
+        """A copy of a wrapper trains with the same processes, in windows of its own."""
+        return Processes(self.ranks, self.options)
+
+    def refuse_copy(self) -> None:
+        """Refuses a copy of what only one wrapper can have.
+
+        Raises:
+            RuntimeError: shares of the states, or an engine.
+        """
+        is_shared_out = self.options is not None and self.options.shard_states
+        if is_shared_out or self.engine is not None:
+            has = "a share of the states" if is_shared_out else "DDP or FSDP2"
+            raise RuntimeError(
+                f"ClockedOptimizer: a wrapper must not be copied or pickled where it has {has}; "
+                "save state_dict() on every rank"
+            )
 
     @property
     def reduced_by(self) -> str:
@@ -109,6 +127,7 @@ class Processes:
         """
         if self.options is None:
             return
+        check_shapes(params, names, self.ranks)
         if self.options.broadcast_parameters:
             broadcast_parameters(params, self.ranks)
         check_parameters(params, names, self.ranks)

@@ -81,6 +81,11 @@ class FsdpReduction:
         torch.autograd.backward(loss, torch.zeros_like(loss))
 
     @property
+    def num_collectives_before(self) -> int:
+        """The engine counts its own."""
+        return 0
+
+    @property
     def num_averaged(self) -> int:
         for state in map(_state_of, self._modules):
             for group in _groups_of(state):

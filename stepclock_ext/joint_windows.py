@@ -33,10 +33,12 @@ class _Report:
     scale: float
     unit: float
     rates: float
+    num_before: float
     micro_step: float
     micro_steps: float
     weight: float
     loss: float
+    loss_known: float
     seeded: float
     is_complete: float
     num_rounds: float
@@ -49,6 +51,7 @@ _COMMON = {
     "scale": "loss scale",
     "unit": "unit of weights",
     "rates": "sum of the groups' learning rates",
+    "num_before": "number of collectives before this window (discard() on one rank alone?)",
 }
 
 
@@ -98,10 +101,10 @@ class JointWindows:
         if self.reduction.is_averaged and any(r.asks for r in reports):
             self._check_common(reports, {"num_rounds": "micro steps that are reduced"})
         verdict = Verdict(any(r.asks for r in reports), all(r.ended for r in reports))
-        largest = max(r.weight / max(1.0, r.micro_steps) for r in reports)
-        if largest > 0:
-            self.next_unit = 2.0 ** math.floor(math.log2(largest))
         if verdict.updates:
+            largest = max(r.weight / max(1.0, r.micro_steps) for r in reports)
+            if largest > 0:
+                self.next_unit = 2.0 ** math.floor(math.log2(largest))
             self.reduction.complete(
                 max(int(r.num_rounds) for r in reports),
                 what,
@@ -109,7 +112,7 @@ class JointWindows:
             )
             self._join(opt, reports)
         elif verdict.ended and opt.tail != "carry":
-            opt.clock.micro_step = int(max(r.micro_step for r in reports))
+            opt.clock.align(int(max(r.micro_step for r in reports)))
         return verdict
 
     def describe(self, opt: ClockedOptimizer, *, ended: bool = False) -> str:
@@ -127,9 +130,6 @@ class JointWindows:
 
     def _report(self, opt: ClockedOptimizer, *, asks: bool, ended: bool) -> _Report:
         window, clock = opt._window, opt.clock
-        loss = math.nan
-        if window.loss_known:
-            loss = 0.0 if window.loss_sum is None else window.loss_sum.item()
         return _Report(
             asks=asks,
             ended=ended,
@@ -138,10 +138,12 @@ class JointWindows:
             scale=window.scale,
             unit=window.unit if window.seeded or not window.is_scaled else self.next_unit,
             rates=sum(opt._learning_rates()),
+            num_before=self.reduction.num_collectives_before,
             micro_step=clock.micro_step,
             micro_steps=clock.micro_step_in_window,
             weight=window.weight,
-            loss=loss,
+            loss=0.0 if window.loss_sum is None else window.loss_sum.item(),
+            loss_known=window.loss_known,
             seeded=window.seeded,
             is_complete=self.reduction.is_complete,
             num_rounds=self.reduction.num_rounds,
@@ -162,11 +164,13 @@ class JointWindows:
         window = opt._window
         weight, loss = _sum(r.weight for r in reports), _sum(r.loss for r in reports)
         micro_steps = int(max(r.micro_steps for r in reports))
-        opt.clock.join_window(micro_steps, weight - window.weight)
+        opt.clock.join_window(micro_steps, weight)
         window.weight = weight
         window.unit = reports[0].unit
         window.seeded = any(r.seeded for r in reports)
-        window.loss_known = not math.isnan(loss)
+        window.loss_known = all(r.loss_known for r in reports)
+        if opt.reduction == "sum":  # of a window; over ranks it is the mean, as of the gradient
+            loss /= self.ranks.size
         window.loss_sum = torch.tensor(loss, dtype=torch.float64, device="cpu")
 
 

@@ -299,7 +299,8 @@ class ClockedOptimizer(OptimizerFacade):
             self.clock.tick_micro(window.end_micro_step())
             self._expect_micro_step()
             return self._info()
-        self._schedulers.refuse_ended()
+        if self._processes is None:
+            self._schedulers.refuse_ended()
         self._end_micro_step()
         self.clock.tick_micro(window.end_micro_step())
         return self._guarded(lambda: settle_window(self))
@@ -312,7 +313,7 @@ class ClockedOptimizer(OptimizerFacade):
         if not is_open and self._processes is None:
             return self._info()
         self._refresh_rows()
-        if is_open:
+        if self._processes is None:
             self._schedulers.refuse_ended()
         return self._guarded(lambda: settle_window(self, asks=is_open))
 
@@ -428,6 +429,7 @@ class ClockedOptimizer(OptimizerFacade):
             )
         if not isinstance(param_group["params"], Tensor):
             param_group["params"] = list(param_group["params"])
+        self._refuse_other_groups()
         inner = self.optimizers[0]
         self._schedulers.refuse_group(inner, self.optimizers[1:])
         arguments.check_new_group(param_group, self.optimizers[1:])
@@ -539,7 +541,8 @@ class ClockedOptimizer(OptimizerFacade):
     def _expect_micro_step(self) -> None:
         """Tells the accumulator whether the next micro step is known to be the window's last."""
         is_last = self._num_open + 1 == self._settings.steps
-        self._pass.accumulator.begin_micro_step(is_last=is_last and self._clip.norm_type == 2.0)
+        wants_squares = self._clip.norm_type == 2.0
+        self._pass.accumulator.begin_micro_step(is_last=is_last, wants_squares=wants_squares)
         if self._engine is not None:
             self._engine.expect(is_last=is_last)
 
@@ -631,12 +634,15 @@ class ClockedOptimizer(OptimizerFacade):
                 "ClockedOptimizer: the parameter groups changed inside a window; change them after "
                 "an update, or call discard() first"
             )
+        self._refuse_other_groups()
+        self._build_pass()
+
+    def _refuse_other_groups(self) -> None:
         if self._pass.shards is not None:
             raise RuntimeError(
                 "ClockedOptimizer: with shard_states=True the parameter groups must stay as they "
                 "are, got others; build another wrapper, and load this one's state_dict()"
             )
-        self._build_pass()
 
     def _is_current(self) -> bool:
         if self._locals is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from functools import partial
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from .ranks import Ranks
 
-__all__ = ["broadcast_parameters", "check_parameters", "hash_tensor"]
+__all__ = ["broadcast_parameters", "check_parameters", "check_shapes", "hash_tensor"]
 
 _MULTIPLIER = 6364136223846793005  # Knuth's MMIX generator: odd, so that no digit is lost
 _BLOCK = 1 << 20  # words at a time: 8 MiB of int64 beside the parameters
@@ -28,21 +29,48 @@ def check_parameters(params: Sequence[Tensor], names: Sequence[str], ranks: Rank
     for p in params:
         number = hash_tensor(p)
         halves += [float(number & 0xFFFFFFFF), float(number >> 32)]  # exact in fp64
+    _compare(ranks.gather(halves, what), names, 2, "begin with the same parameters", _SEED)
+
+
+def check_shapes(params: Sequence[Tensor], names: Sequence[str], ranks: Ranks) -> None:
+    """Compares number, shapes, strides and dtypes of the parameters over the ranks.
+
+    Raises:
+        ValueError: they differ, on every rank.
+    """
+    what = "the comparison of parameters"
     told = ranks.gather([float(len(params))], what)
-    if len({tuple(numbers) for numbers in told}) == 1:
-        told = ranks.gather(halves, what)
+    if len({tuple(numbers) for numbers in told}) > 1:
+        raise ValueError(
+            "ClockedOptimizer: every rank must have the same parameters, got "
+            f"{[int(numbers[0]) for numbers in told]} parameters on ranks 0 to {ranks.size - 1}; "
+            "build the same model and groups on every rank"
+        )
+    marks = [
+        float(zlib.crc32(repr((tuple(p.shape), p.stride(), p.dtype)).encode())) for p in params
+    ]
+    told = ranks.gather(marks, what)
+    build = "build the same model on every rank"
+    _compare(told, names, 1, "have parameters of the same shape, strides and dtype", build)
+
+
+_SEED = (
+    "seed every rank alike, load the same state, or pass ReducerOptions(broadcast_parameters=True)"
+)
+
+
+def _compare(
+    told: list[list[float]], names: Sequence[str], each: int, wanted: str, advice: str
+) -> None:
+    """Refuses numbers, `each` of them a parameter, that are not the same on all ranks."""
     differing = [r for r, numbers in enumerate(told) if numbers != told[0]]
     if not differing:
         return
-    if len(told[0]) == len(halves):
-        other = told[differing[0]]
-        row = next(i // 2 for i, (a, b) in enumerate(zip(told[0], other, strict=True)) if a != b)
-        where = f"others than rank 0 on ranks {differing}, first in {names[row]!r}"
-    else:
-        where = f"{[int(numbers[0]) for numbers in told]} parameters on ranks 0 to {ranks.size - 1}"
+    pairs = enumerate(zip(told[0], told[differing[0]], strict=True))
+    row = next(i // each for i, (a, b) in pairs if a != b)
     raise ValueError(
-        f"ClockedOptimizer: every rank must begin with the same parameters, got {where}; seed "
-        "every rank alike, load the same state, or pass ReducerOptions(broadcast_parameters=True)"
+        f"ClockedOptimizer: every rank must {wanted}, got others than rank 0 on ranks "
+        f"{differing}, first in {names[row]!r}; {advice}"
     )
 
 

@@ -53,6 +53,12 @@ class Ranks:
         """A copy of a wrapper talks to the same processes."""
         return self
 
+    def __reduce__(self) -> Any:
+        raise RuntimeError(
+            "ClockedOptimizer: a wrapper of several processes must not be pickled, its group "
+            "belongs to this one; save state_dict() on every rank"
+        )
+
     def gather(self, numbers: Sequence[float], what: str) -> list[list[float]]:
         """What every rank said, in rank order; the same on all of them, to the bit.
 

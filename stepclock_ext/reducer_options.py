@@ -86,14 +86,14 @@ def check_process_group(value: Any) -> ReducerOptions | None:
             "call torch.distributed.init_process_group() first"
         )
     group = options.process_group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "ClockedOptimizer: process_group must hold this process, got a group without it; build "
+            "the wrapper on its members alone"
+        )
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             "ClockedOptimizer: process_group must be a ProcessGroup, ReducerOptions or None, got "
             f"{group!r}; torch.distributed.group.WORLD holds all processes"
-        )
-    if group is not None and dist.get_rank(group) < 0:
-        raise ValueError(
-            f"ClockedOptimizer: process_group must hold this process, got one without rank "
-            f"{dist.get_rank()}; build the wrapper on its members alone"
         )
     return options

@@ -23,6 +23,11 @@ class Reduction(Protocol):
     is_averaged: bool
 
     @property
+    def num_collectives_before(self) -> int:
+        """Launched by us before this window, where ranks could disagree about it."""
+        ...
+
+    @property
     def num_rounds(self) -> int: ...
 
     @property

@@ -42,8 +42,10 @@ def settle_window(opt: ClockedOptimizer, *, asks: bool = True) -> StepInfo:
         opt: the wrapper.
         asks: there is a window to end; False only meets others, who may have one.
     """
-    if opt._processes is not None and not opt._processes.joint.meet(opt, asks=asks).updates:
-        return opt._info()
+    if opt._processes is not None:
+        if not opt._processes.joint.meet(opt, asks=asks).updates:
+            return opt._info()
+        opt._schedulers.refuse_ended()  # on every rank alike
     return _settle(opt)
 
 
@@ -125,8 +127,9 @@ def settle_skip(
         NonFiniteGradientError: with ``nonfinite="raise"``, or at `max_consecutive_skips`.
     """
     update = opt.clock.update_step + 1
+    across = None if opt._processes is None else opt._processes.across(opt)
     if opt.nonfinite == "raise":
-        raise opt._pass.nonfinite_error("gradients are not finite", gradients, update)
+        raise opt._pass.nonfinite_error("gradients are not finite", gradients, update, across)
     window = opt._window
     opt.clock.tick_skip()
     opt._settings.settle(finite=False)
@@ -134,7 +137,7 @@ def settle_skip(
     error = None
     skips, limit = opt._settings.consecutive_skips, opt.max_consecutive_skips
     if limit is not None and skips >= limit:
-        error = opt._pass.nonfinite_error(f"{skips} skips in a row", gradients, update)
+        error = opt._pass.nonfinite_error(f"{skips} skips in a row", gradients, update, across)
     opt._start_window()
     if error is not None:
         raise error

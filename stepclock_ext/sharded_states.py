@@ -65,6 +65,9 @@ class ShardedStates:
         rows: their parameters.
         reduction: reduce-scatters the sums of these rows.
 
+    Raises:
+        ValueError: a parameter has holes in its memory.
+
     Attributes:
         optimizers: like `inners`, of the slices; they keep the states.
         slices: one a row; empty where this process owns nothing of it.
@@ -73,6 +76,13 @@ class ShardedStates:
     def __init__(
         self, inners: Sequence[Optimizer], rows: ParameterRows, reduction: BucketReduction
     ) -> None:
+        for p in rows.params:
+            if p.stride() != torch.empty_like(p, device="meta").stride():
+                raise ValueError(
+                    "ClockedOptimizer: shard_states=True must go with parameters without holes in "
+                    f"their memory, got shape {tuple(p.shape)} with strides {p.stride()}; make it "
+                    "contiguous"
+                )
         self._inners = list(inners)
         self._rows = rows
         self._reduction = reduction
@@ -88,8 +98,10 @@ class ShardedStates:
         """Takes over what schedulers and users have set in the groups.
 
         Raises:
-            RuntimeError: an inner optimizer has step hooks, which want whole parameters.
+            RuntimeError: an inner optimizer has step hooks, which want whole parameters; or a
+                parameter is of another kind than it was.
         """
+        self._follow_memory()
         for inner, own in zip(self._inners, self.optimizers, strict=True):
             if inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks:
                 raise RuntimeError(
@@ -185,7 +197,7 @@ class ShardedStates:
         rows = {id(p): row for row, p in enumerate(self.slices)}
         for own in self.optimizers:
             mine = [p for group in own.param_groups for p in group["params"]]
-            keys = sorted({key for p in mine for key in own.state.get(p, {})})
+            keys = dict.fromkeys(key for p in mine for key in own.state.get(p, {}))
             states: dict[int, Any] = {i: {} for i, p in enumerate(mine) if own.state.get(p)}
             for key in keys:
                 having = [(i, p) for i, p in enumerate(mine) if key in own.state.get(p, {})]
@@ -209,6 +221,20 @@ class ShardedStates:
                             for key, value in inner.state[p].items()
                         }
             inner.state.clear()
+
+    def _follow_memory(self) -> None:
+        """Where ``p.data`` was replaced, its slice lies in the new memory."""
+        for row, part in enumerate(self.slices):
+            p, (start, _) = self._rows.params[row], self._element_bounds(row)
+            if not part.numel() or part.data_ptr() == p.data_ptr() + start * p.element_size():
+                continue
+            if not self._rows.fits(row):
+                raise RuntimeError(
+                    "ClockedOptimizer: with shard_states=True a parameter must keep its dtype, "
+                    f"shape and strides, got p.data replaced by {tuple(p.shape)} {p.dtype} with "
+                    f"strides {p.stride()}; build another wrapper"
+                )
+            part.data = self._slice(row)
 
     def _gather_key(self, values: dict[int, Any]) -> dict[int, Any]:
         """One entry of many states: slices become whole, the rest stays as it is."""

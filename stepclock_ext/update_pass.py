@@ -144,6 +144,8 @@ class UpdatePass:
         across: Across | None = None,
     ) -> Measurement:
         """Norm, finiteness and coefficient of the window."""
+        if self.shards is not None:
+            self._sums.slots.zero_()  # of slices that took part in an earlier window
         return measure(
             self._sums,
             gradients,
@@ -226,10 +228,14 @@ class UpdatePass:
         self._companions.move_rest(self.rows, _moved_rows(prepared), stats, is_gated=True)
 
     def nonfinite_error(
-        self, what: str, gradients: WindowGradients, update: int
+        self, what: str, gradients: WindowGradients, update: int, across: Across | None = None
     ) -> NonFiniteGradientError:
-        """The error that names the parameters whose gradients are not finite."""
-        names = [self.names[row] for row in nonfinite_rows(gradients)]
+        """The error that names the parameters whose gradients are not finite, on any rank."""
+        rows: Sequence[int] = nonfinite_rows(gradients)
+        if across is not None:
+            found = across.ranks.any([row in rows for row in self.rows.every_row], across.what)
+            rows = [row for row in self.rows.every_row if found[row]]
+        names = [self.names[row] for row in rows]
         listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         return NonFiniteGradientError(
             f"ClockedOptimizer: {what} at update {update}, in {listed or 'their sum alone'}; look "

@@ -226,13 +226,10 @@ def pack(opt: ClockedOptimizer) -> dict[str, Any]:
     """Attributes for a copy. Accumulators go along: copying a parameter leaves its ``.grad``.
 
     Raises:
-        RuntimeError: it belongs to several processes.
+        RuntimeError: it holds a share of the states, or tells an engine when to reduce.
     """
     if opt._processes is not None:
-        raise RuntimeError(
-            "ClockedOptimizer: a wrapper of several processes must not be copied or pickled, its "
-            "groups and buckets belong to one; save state_dict() on every rank"
-        )
+        opt._processes.refuse_copy()
     opt._settle_late()
     opt._companions.follow_all(opt._pass.rows)  # a copy's parameters count their versions anew
     state = {name: value for name, value in vars(opt).items() if name not in _DERIVED}
