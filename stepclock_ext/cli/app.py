@@ -18,6 +18,7 @@ from .plan_command import plan
 __all__ = ["app", "main"]
 
 QUICK_UPDATES = 8
+EXIT_FAILED = 1
 EXIT_USAGE = 2
 
 app = typer.Typer(
@@ -67,19 +68,28 @@ def demo(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A look in under 15 seconds.")] = False,
 ) -> None:
-    """Train a small GPT by the clock, beside the plain PyTorch loop."""
-    from stepclock_ext.demo import DemoError, DemoSettings, run_demo
+    """Train a small GPT by the clock, beside the plain PyTorch loop; also under torchrun."""
+    from stepclock_ext.demo import (
+        DemoError,
+        DemoSettings,
+        OtherProcessError,
+        joined_world,
+        run_demo,
+    )
     from stepclock_ext.demo.recipe import Recipe
 
     recipe = Recipe(updates=QUICK_UPDATES) if quick else Recipe()
     if updates is not None:
         recipe = replace(recipe, updates=updates)
     try:
-        settings = DemoSettings(out=out, text=text, seed=seed, backend=backend, recipe=recipe)
-        run_demo(settings, console=Console())
+        with joined_world() as world:
+            settings = DemoSettings(out=out, text=text, seed=seed, backend=backend, recipe=recipe)
+            run_demo(settings, console=Console(), world=world)
     except DemoError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(EXIT_USAGE) from error
+    except OtherProcessError as error:
+        raise typer.Exit(EXIT_FAILED) from error
 
 
 @app.command()

@@ -14,6 +14,7 @@ from .data import Batch
 from .model import ByteGPT
 from .plain import PlainRun
 from .train import ClockedRun
+from .world import ALONE, World
 
 __all__ = [
     "Difference",
@@ -33,8 +34,9 @@ class WindowRecord:
     Attributes:
         info: what the clocked run's step returned.
         plain_loss: the plain run's mean loss.
-        tokens: bytes of the window's targets.
-        update_ms: gradients complete -> parameters updated and gradients cleared, clocked.
+        tokens: bytes of the window's targets, in all processes.
+        update_ms: gradients complete (with several processes: the last backward begins) ->
+            parameters updated and gradients cleared, clocked.
         plain_update_ms: the same, plain.
         window_ms: the whole window, clocked.
         plain_window_ms: the same, plain.
@@ -50,7 +52,7 @@ class WindowRecord:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the clocked run."""
+        """Of the clocked run, all processes together."""
         return self.tokens / self.window_ms * 1e3
 
 
@@ -72,9 +74,14 @@ class Spread:
 
 
 def run_in_turns(
-    clocked: ClockedRun, plain: PlainRun, batches: Iterator[list[Batch]], *, updates: int
+    clocked: ClockedRun,
+    plain: PlainRun,
+    batches: Iterator[list[Batch]],
+    *,
+    updates: int,
+    world: World = ALONE,
 ) -> Iterator[WindowRecord]:
-    """Trains both until the clock has counted `updates`.
+    """Trains both until the clock has counted `updates`, each process on its share of a window.
 
     Taking turns, both meet the same machine: its heat, its other work.
 
@@ -83,10 +90,11 @@ def run_in_turns(
     """
     while clocked.opt.clock.update_step < updates:
         window = next(batches)
+        mine = world.share(window)
         start = time.perf_counter()
-        info = clocked.window(window)
+        info = clocked.window(mine)
         middle = time.perf_counter()
-        plain_loss = plain.window(window)
+        plain_loss = plain.window(mine)
         end = time.perf_counter()
         yield WindowRecord(
             info=info,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["ByteGPT", "ModelShape"]
+__all__ = ["ByteGPT", "ModelShape", "mean_loss"]
 
 NUM_BYTES = 256
 
@@ -82,8 +82,13 @@ class ByteGPT(nn.Module):
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy over all bytes of `targets`, in nats."""
-        return F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
+        return mean_loss(self(inputs), targets)
 
     def num_parameters(self) -> int:
         """Elements of all parameters."""
         return sum(p.numel() for p in self.parameters())
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy over all bytes of `targets`, in nats."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

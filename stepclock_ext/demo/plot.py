@@ -13,7 +13,9 @@ from .recipe import Recipe
 __all__ = ["save_plot"]
 
 
-def save_plot(path: Path, records: Sequence[WindowRecord], recipe: Recipe) -> None:
+def save_plot(
+    path: Path, records: Sequence[WindowRecord], recipe: Recipe, *, plain_name: str
+) -> None:
     """Writes a PNG, 1200 x 1050 pixels; skipped updates are left out.
 
     Raises:
@@ -25,19 +27,19 @@ def save_plot(path: Path, records: Sequence[WindowRecord], recipe: Recipe) -> No
 
     figure = Figure(figsize=(8, 7), dpi=150, layout="constrained")
     canvas: Any = FigureCanvasAgg(figure)
-    _draw(figure, [record for record in records if record.info.updated], recipe)
+    _draw(figure, [record for record in records if record.info.updated], recipe, plain_name)
     with replacing(path) as file:
         canvas.print_png(file)
 
 
-def _draw(figure: Any, records: Sequence[WindowRecord], recipe: Recipe) -> None:
+def _draw(figure: Any, records: Sequence[WindowRecord], recipe: Recipe, plain_name: str) -> None:
     steps = [record.info.update_step for record in records]
     marker = "." if len(steps) <= 30 else ""
     loss, rate, norm = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
     losses = [record.info.loss for record in records]
     loss.plot(steps, losses, marker=marker, linewidth=2.5, label="stepclock")
     plain = [record.plain_loss for record in records]
-    loss.plot(steps, plain, linestyle="--", linewidth=1.0, color="black", label="plain PyTorch")
+    loss.plot(steps, plain, linestyle="--", linewidth=1.0, color="black", label=plain_name)
     loss.set(ylabel="loss (nats a byte)", title="stepclock demo: both runs from one seed")
     loss.legend(frameon=False)
     rate.plot(steps, [record.info.lr[0] for record in records], marker=marker, color="C2")

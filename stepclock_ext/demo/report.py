@@ -14,6 +14,7 @@ from stepclock_ext import StepClock
 from .compare import Difference, Spread, WindowRecord, spread
 from .files import DemoFiles
 from .settings import DemoSettings
+from .world import World
 
 __all__ = ["DemoResult", "print_report"]
 
@@ -24,6 +25,7 @@ class DemoResult:
 
     Attributes:
         settings: what was run.
+        world: the processes that ran it.
         files: where they lie.
         has_plot: the plot was drawn.
         num_text_bytes: of the text that batches are drawn from.
@@ -36,6 +38,7 @@ class DemoResult:
     """
 
     settings: DemoSettings
+    world: World
     files: DemoFiles
     has_plot: bool
     num_text_bytes: int
@@ -53,7 +56,8 @@ def print_report(result: DemoResult, *, console: Console) -> None:
     source = settings.text or "the Python standard library"
     lines = [
         "",
-        f"Byte-level GPT, {result.num_parameters / 1e6:.1f} M parameters, seed {settings.seed}",
+        f"Byte-level GPT, {result.num_parameters / 1e6:.1f} M parameters, seed {settings.seed}"
+        + (f", {result.world.size} processes" if result.world.size > 1 else ""),
         f"on {result.num_text_bytes / 1e6:.1f} MB of {source}",
         f"update step {clock.update_step}, micro step {clock.micro_step}, "
         f"{clock.skipped_updates} skipped, {clock.weight_seen:,.0f} tokens, "
@@ -63,7 +67,7 @@ def print_report(result: DemoResult, *, console: Console) -> None:
     _print_lines(lines, console)
     console.print(_table(result), highlight=False)
     lines = [
-        "update stretch: gradients complete -> parameters updated and gradients cleared;",
+        f"update stretch: {_beginning(result.world)} -> parameters updated, gradients cleared;",
         "medians of all windows but the first, both loops taking turns",
         "",
         f"largest difference in loss        {_difference(result.loss_difference)}",
@@ -81,7 +85,7 @@ def _table(result: DemoResult) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column(f"stepclock ({result.settings.backend})", justify="right", no_wrap=True)
-    table.add_column("plain PyTorch", justify="right", no_wrap=True)
+    table.add_column(result.world.plain_name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for record in records[:1] if len(records) == 1 else (records[0], records[-1]):
         name = f"loss, update {record.info.update_step}"
@@ -94,6 +98,11 @@ def _table(result: DemoResult) -> Table:
     plain_window = spread([record.plain_window_ms for record in records])
     table.add_row("whole window", *_medians(window, plain_window))
     return table
+
+
+def _beginning(world: World) -> str:
+    """Of the update stretch; it holds the reduction, which several processes run in backward."""
+    return "gradients complete" if world.size == 1 else "last backward begins"
 
 
 def _difference(difference: Difference) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import deque
+from collections.abc import Iterator
 
 import torch
 from rich.console import Console
@@ -17,7 +19,7 @@ from .compare import (
     parameter_difference,
     run_in_turns,
 )
-from .data import load_text, windows
+from .data import Batch, load_text, windows
 from .display import training_display
 from .files import DemoFiles, must_write, prepare_folder, save_checkpoint
 from .model import ByteGPT
@@ -26,34 +28,53 @@ from .plot import save_plot
 from .report import DemoResult, print_report
 from .settings import DemoSettings
 from .train import ClockedRun
+from .world import ALONE, World
 
 __all__ = ["run_demo"]
 
 
-def run_demo(settings: DemoSettings, *, console: Console) -> DemoResult:
+def run_demo(
+    settings: DemoSettings, *, console: Console, world: World = ALONE
+) -> DemoResult | None:
     """Trains the model twice, in turns, writes the files and prints the last screen.
 
-    The same settings give the same losses and parameters, bit for bit, on the same machine.
+    The same settings give the same losses and parameters, bit for bit, on the same machine with as
+    many processes.
 
     Args:
         settings: what to run.
         console: where progress and the last screen go.
+        world: the processes that run it together; each calls this.
 
     Returns:
-        What the last screen says.
+        What the last screen says; None in processes other than the first.
 
     Raises:
-        DemoError: the text cannot be used, or a file cannot be written.
+        DemoError: the text cannot be used, or a file cannot be written; or the processes do not
+            fit the window or one another.
         NonFiniteGradientError: ten updates in a row were skipped.
     """
     start = time.perf_counter()
+    world.check_share(settings.recipe.accumulation_steps)
     text = load_text(settings.text, context=settings.shape.context)
-    files = prepare_folder(settings.out)
-    clocked, plain = _make_runs(settings)
-    records = _train(settings, clocked, plain, text, files, console)
+    world.check_same(settings, text)
+    files = prepare_folder(settings.out) if world.is_first else None
+    clocked, plain = _make_runs(settings, world)
+    passing = run_in_turns(
+        clocked,
+        plain,
+        _batches(settings, text),
+        updates=settings.recipe.updates,
+        world=world,
+    )
+    if files is None:
+        deque(passing, maxlen=0)
+        return None
+    records = _watch(passing, files, console, updates=settings.recipe.updates)
     save_checkpoint(files.checkpoint, clocked)
     result = DemoResult(
         settings=settings,
+        world=world,
         files=files,
         num_text_bytes=len(text),
         num_parameters=clocked.model.num_parameters(),
@@ -61,45 +82,43 @@ def run_demo(settings: DemoSettings, *, console: Console) -> DemoResult:
         records=records,
         loss_difference=loss_difference(records),
         parameter_difference=parameter_difference(clocked.model, plain.model),
-        has_plot=_has_plot(settings, files, records),
+        has_plot=_has_plot(settings, world, files, records),
         seconds=time.perf_counter() - start,
     )
     print_report(result, console=console)
     return result
 
 
-def _make_runs(settings: DemoSettings) -> tuple[ClockedRun, PlainRun]:
+def _make_runs(settings: DemoSettings, world: World) -> tuple[ClockedRun, PlainRun]:
     """Both, from the same weights."""
     torch.manual_seed(settings.seed)
-    model = ByteGPT(settings.shape)
-    clocked = ClockedRun(copy.deepcopy(model), settings.recipe, backend=settings.backend)
-    return clocked, PlainRun(model, settings.recipe)
+    model, recipe = ByteGPT(settings.shape), settings.recipe
+    clocked = ClockedRun(copy.deepcopy(model), recipe, backend=settings.backend, world=world)
+    return clocked, PlainRun(model, recipe, world=world)
 
 
-def _train(
-    settings: DemoSettings,
-    clocked: ClockedRun,
-    plain: PlainRun,
-    text: Tensor,
-    files: DemoFiles,
-    console: Console,
-) -> list[WindowRecord]:
-    """Runs both to the horizon; each window is logged and shown."""
-    recipe = settings.recipe
-    batches = windows(
+def _batches(settings: DemoSettings, text: Tensor) -> Iterator[list[Batch]]:
+    """The same windows in every process."""
+    return windows(
         text,
-        micro_steps=recipe.accumulation_steps,
-        sequences=recipe.sequences,
+        micro_steps=settings.recipe.accumulation_steps,
+        sequences=settings.recipe.sequences,
         context=settings.shape.context,
         seed=settings.seed,
     )
+
+
+def _watch(
+    passing: Iterator[WindowRecord], files: DemoFiles, console: Console, *, updates: int
+) -> list[WindowRecord]:
+    """Runs to the horizon; each window is logged and shown."""
     records = []
     with (
         must_write(files.run_log),
         RunLog(files.run_log) as log,
-        training_display(console, updates=recipe.updates) as show,
+        training_display(console, updates=updates) as show,
     ):
-        for record in run_in_turns(clocked, plain, batches, updates=recipe.updates):
+        for record in passing:
             log.write(
                 record.info,
                 plain_loss=record.plain_loss,
@@ -113,10 +132,12 @@ def _train(
     return records
 
 
-def _has_plot(settings: DemoSettings, files: DemoFiles, records: list[WindowRecord]) -> bool:
+def _has_plot(
+    settings: DemoSettings, world: World, files: DemoFiles, records: list[WindowRecord]
+) -> bool:
     """Draws the plot; False where matplotlib is not installed."""
     try:
-        save_plot(files.plot, records, settings.recipe)
+        save_plot(files.plot, records, settings.recipe, plain_name=world.plain_name)
     except ImportError:
         return False
     return True
