@@ -45,7 +45,7 @@ class MemoryLedger:
         14000000
         >>> zero_1 = {"process_group": True, "shard_states": True, "world_size": 8}
         >>> MemoryLedger.of(1_000_000, **half, **zero_1).total_bytes
-        7000000
+        7500000
         >>> print(MemoryLedger.of(1_000_000, optimizer="sgd").table(measured_bytes=10_000_000))
         parameters          4,000,000
         gradients           4,000,000
@@ -102,8 +102,8 @@ class MemoryLedger:
             process_group: the wrapper reduces gradients by itself. It sums them in flat buckets,
                 fp32 for 16-bit parameters, also in windows of one micro step; the buckets take the
                 place of gradients.
-            shard_states: moments and masters are shared among the ranks: ceil(numel / world_size)
-                elements of each parameter. In truth shares are slices of the buckets, whose padding
+            shard_states: moments, masters and averages are shared among the ranks: ceil(numel /
+                world_size) elements of each parameter; a share of the sums comes on top. In truth shares are slices of the buckets, whose padding
                 comes on top: below 64 elements a parameter and 64 * world_size a bucket.
             world_size: how many ranks there are; it counts with `shard_states` alone.
             activation_bytes: of the largest micro batch; see `estimate_activation_bytes` and
@@ -137,10 +137,12 @@ class MemoryLedger:
             has_gradient = not is_apart or (is_wider and not fused)
             moment = wide if has_master or (fused and is_wider) else kept
             parts["gradient_bytes"] += numel * kept.itemsize if has_gradient else 0
-            parts["accumulator_bytes"] += numel * sums.itemsize if is_apart else 0
+            has_share = shard_states and num_ranks > 1
+            num_summed = numel + num_kept * has_share  # buckets, and this rank's share of them
+            parts["accumulator_bytes"] += num_summed * sums.itemsize if is_apart else 0
             parts["master_bytes"] += num_kept * master_size(kept, fused=fused) * has_master
             parts["moment_bytes"] += num_moments * num_kept * moment.itemsize
-            parts["ema_bytes"] += numel * wide.itemsize if ema else 0
+            parts["ema_bytes"] += num_kept * wide.itemsize if ema else 0
         return MemoryLedger(**parts)
 
     @property

@@ -137,7 +137,7 @@ class ReductionCost:
     def control_bytes(self) -> int:
         """What a rank sends for the wrapper's own messages: (N - 1) times 128 bytes, each.
 
-        At the end of a window 12 float64 numbers of each rank are gathered, with sharded states
+        At the end of a window 16 float64 numbers of each rank are gathered, with sharded states
         twice.
         """
         return self._num_messages * (self.world_size - 1) * _CONTROL_BYTES

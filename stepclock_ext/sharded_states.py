@@ -141,13 +141,17 @@ class ShardedStates:
         return WindowGradients(sums, walked, odd)
 
     def gather_parameters(self) -> None:
-        """Gives every process the slices of all others."""
+        """Gives every process the slices of all others, by way of the buckets' memory.
+
+        Nobody needs the sums any more; what is left in gaps between rows is never read.
+        """
         buckets, sent = self._reduction.buckets.all, 0
         works: dict[int, Any] = {}
         for index, bucket in enumerate(buckets):
             while sent < min(index + 2, len(buckets)):  # the next is on its way while we copy
-                dtype = self._rows.params[buckets[sent].rows[0]].dtype
-                works[sent] = self._send(sent, self.slices, dtype)
+                real = ops.real_dtype(self._rows.params[buckets[sent].rows[0]].dtype)
+                spent = buckets[sent].flat.view(real)[: buckets[sent].flat.numel()]
+                works[sent] = self._send(sent, self.slices, spent)
                 sent += 1
             work, flat = works.pop(index)
             self._reduction.ranks.call(work.wait, "the gathering of parameters")
@@ -169,7 +173,8 @@ class ShardedStates:
             if not found:
                 continue
             dtype = reduce(torch.promote_types, (s.dtype for s in found.values()))
-            work, flat = self._send(index, slices, dtype)
+            flat = torch.zeros_like(bucket.flat, dtype=ops.real_dtype(dtype))
+            work, flat = self._send(index, slices, flat)
             self._reduction.ranks.call(work.wait, "the gathering of states")
             for row, part in found.items():
                 p = self._rows.params[row]
@@ -246,12 +251,11 @@ class ShardedStates:
         whole = self.gather([alike.get(row) for row in self._rows.every_row])
         return {row: whole[row] if row in alike else value for row, value in values.items()}
 
-    def _send(self, index: int, slices: Sequence[Tensor | None], dtype: torch.dtype) -> Any:
-        """Begins to gather a bucket; the work, and the buffer that it fills."""
+    def _send(self, index: int, slices: Sequence[Tensor | None], flat: Tensor) -> Any:
+        """Begins to gather a bucket's slices into `flat`; the work, and `flat`."""
         bucket, ranks = self._reduction.buckets.all[index], self._reduction.ranks
-        share, real = self._share(index), ops.real_dtype(dtype)
-        flat = torch.empty_like(bucket.flat, dtype=real)
-        mine = torch.zeros_like(flat[share])
+        share = self._share(index)
+        mine = flat[share]
         for row in bucket.rows:
             part, (start, end) = slices[row], self._bounds[row]
             if part is not None and start < end:

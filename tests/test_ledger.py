@@ -136,13 +136,14 @@ def test_a_reduction_of_our_own_keeps_sums_in_buckets_and_no_gradients(options, 
     ],
 )
 def test_sharded_states_are_moments_and_masters_by_world_size(options, masters, moments):
-    """Parameters, sums and averages are whole on every rank."""
+    """Parameters and sums are whole on every rank, which gets its share of the sums on top."""
     whole = MemoryLedger.of(800, process_group=True, ema=True, **options)
     shards = {"process_group": True, "shard_states": True, "ema": True}
     shared = MemoryLedger.of(800, world_size=8, **shards, **options)
     assert (shared.master_bytes, shared.moment_bytes) == (100 * masters, 100 * moments)
-    rest = {"master_bytes": whole.master_bytes, "moment_bytes": whole.moment_bytes}
-    assert dataclasses.replace(shared, **rest) == whole
+    assert (shared.ema_bytes, shared.accumulator_bytes) == (100 * 4, 800 * 4 + 100 * 4)
+    names = ("master_bytes", "moment_bytes", "ema_bytes", "accumulator_bytes")
+    assert dataclasses.replace(shared, **{name: getattr(whole, name) for name in names}) == whole
     assert MemoryLedger.of(800, world_size=1, **shards, **options) == whole
 
 
@@ -151,7 +152,7 @@ def test_a_share_is_rounded_up_for_each_parameter():
     params = [meta(2, 5), meta(1), meta(0), meta(30, requires_grad=False)]
     shards = {"process_group": True, "shard_states": True, "world_size": 3}
     assert MemoryLedger.of(params, **shards) == MemoryLedger(
-        parameter_bytes=4 * 41, accumulator_bytes=4 * 11, moment_bytes=8 * 5
+        parameter_bytes=4 * 41, accumulator_bytes=4 * 11 + 4 * 5, moment_bytes=8 * 5
     )
 
 
