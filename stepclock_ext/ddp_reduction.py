@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +20,10 @@ __all__ = ["DdpReduction"]
 class DdpReduction:
     """DDP's own reducer, told when to work, and what it leaves out.
 
-    A window that ends early (a tail) was not reduced by DDP: its gradients are averaged here, and
-    so are those of parameters that DDP does not know. With ``static_graph=True`` the very first
-    micro step is reduced as well, since DDP learns the graph from it: to a mean, more may be added.
+    A window that ends early (a tail) was not reduced by DDP: its gradients are averaged here, past
+    any communication hook, and so are those of parameters that DDP does not know. With
+    ``static_graph=True`` the very first micro step is reduced as well, since DDP learns the graph
+    from it: to a mean, more may be added.
 
     Args:
         ddp: the model, or the parts of it that are wrapped.
@@ -29,6 +31,7 @@ class DdpReduction:
 
     Attributes:
         is_averaged: True; DDP takes the mean over ranks.
+        rest: parameters of the wrapper that DDP does not reduce.
     """
 
     is_averaged = True
@@ -36,6 +39,8 @@ class DdpReduction:
     def __init__(self, ddp: Sequence[DistributedDataParallel], ranks: Ranks) -> None:
         self.ranks = ranks
         self._ddp = list(ddp)
+        self._known = {key for module in self._ddp for key in _reduced_by(module)}
+        self.rest: list[Tensor] = []
         self._is_last = False
         self._is_reduced = False
         self._needs_first = {id(m) for m in self._ddp if m.static_graph}
@@ -48,6 +53,7 @@ class DdpReduction:
     def bind(self, params: Sequence[Tensor], names: Sequence[str]) -> None:
         """The parameters of the wrapper, one a row."""
         self._params, self._names = list(params), names
+        self.rest = [p for p in params if id(p) not in self._known]
         for handle in self._handles:
             handle.remove()
         self._watched = {id(p): row for row, p in enumerate(params) if self._must_arrive(p)}
@@ -91,6 +97,9 @@ class DdpReduction:
         zeros = [torch.zeros_like(p, memory_format=torch.preserve_format) for p in leaves]
         if leaves:
             torch.autograd.backward(leaves, zeros)
+        for module in self._ddp:
+            if id(module) in self._needs_first:
+                _end_first_backward(module)
 
     @property
     def num_collectives_before(self) -> int:
@@ -122,24 +131,30 @@ class DdpReduction:
 
     def complete(self, num_rounds: int, what: str, *, is_complete: bool) -> None:
         """Averages what DDP has not."""
-        known = self._known() if self._is_reduced else set()
-        rest = [p for p in self._params if id(p) not in known]
-        if rest:
-            average_gradients_(rest, self.ranks, what)
+        left = self.rest if self._is_reduced else self._params
+        if left:
+            average_gradients_(left, self.ranks, what)
 
     def clear(self) -> None:
         """A new window."""
         self._is_reduced = False
 
-    def _known(self) -> set[int]:
-        return {id(p) for module in self._ddp for p in module.parameters() if p.requires_grad}
-
     def _must_arrive(self, p: Tensor) -> bool:
-        return p.requires_grad and any(
-            not (module.find_unused_parameters or module.static_graph)
-            and any(p is known for known in module.parameters())
-            for module in self._ddp
-        )
+        strict = [m for m in self._ddp if not (m.find_unused_parameters or m.static_graph)]
+        return p.requires_grad and any(id(p) in _reduced_by(module) for module in strict)
+
+
+def _reduced_by(module: DistributedDataParallel) -> set[int]:
+    """What DDP reduces: it has looked at ``requires_grad`` once, when it was built."""
+    named, ignored = module.module.named_parameters(), module.parameters_to_ignore
+    return {id(p) for name, p in named if p.requires_grad and name not in ignored}
+
+
+def _end_first_backward(module: Any) -> None:
+    """What the first backward of a static graph sets going at its loss, where there was none."""
+    if not module._static_graph_delay_allreduce_enqueued:
+        module._static_graph_delay_allreduce_enqueued = True
+        module.reducer._delay_all_reduce()
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:

@@ -120,15 +120,19 @@ class Processes:
             raise self.ranks.failure(self.joint.describe(opt), error) from error
 
     def agree_on_parameters(self, params: Sequence[Tensor], names: Sequence[str]) -> None:
-        """Sees to it that every rank begins alike; an engine does that by itself.
+        """Sees to it that every rank begins alike; an engine does that for what it knows.
 
         Raises:
             ValueError: a parameter differs, and is not to be broadcast.
         """
-        if self.options is None:
+        if self.engine is not None:
+            rest = set(self.engine.rest)
+            names = [name for p, name in zip(params, names, strict=True) if p in rest]
+            params = [p for p in params if p in rest]
+        if not params:
             return
         check_shapes(params, names, self.ranks)
-        if self.options.broadcast_parameters:
+        if self.options is not None and self.options.broadcast_parameters:
             broadcast_parameters(params, self.ranks)
         check_parameters(params, names, self.ranks)
 
@@ -225,16 +229,18 @@ def join_processes(
             "ClockedOptimizer: process_group must be None where DDP or FSDP2 reduces, got a group; "
             "pass the bare model, or leave process_group out"
         )
-    if engine is not None:
-        return Processes(engine.ranks, None, engine)
-    if options is None:
+    if engine is None and options is None:
         return None
     for inner in optimizers:
         if isinstance(inner, LBFGS):
             raise ValueError(
-                "ClockedOptimizer: process_group must be None with LBFGS, got a group; its "
-                "closures are evaluated a different number of times on each rank"
+                "ClockedOptimizer: process_group must be None with LBFGS, and model no DDP or "
+                "FSDP2, got several processes; it looks at each one's own loss, and would evaluate "
+                "closures a different number of times"
             )
+    if engine is not None:
+        return Processes(engine.ranks, None, engine)
+    assert options is not None
     if options.shard_states:
         refuse_unsharded(optimizers)
     ranks = Ranks(options.process_group, options.timeout)

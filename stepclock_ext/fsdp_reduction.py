@@ -39,7 +39,7 @@ class FsdpReduction:
 
     Attributes:
         is_averaged: True; FSDP2 takes the mean over ranks.
-        hides_gradients: gradients of an open window lie inside FSDP2.
+        rest: parameters of the wrapper that are no DTensors.
     """
 
     is_averaged = True
@@ -50,11 +50,11 @@ class FsdpReduction:
         self._is_last: bool | None = None
         self._is_reduced = not modules
         self._has_run = False
-        self._params: list[Tensor] = []
+        self.rest: list[Tensor] = []
 
     def bind(self, params: Sequence[Tensor], names: Sequence[str]) -> None:
         """The parameters of the wrapper, one a row."""
-        self._params = list(params)
+        self.rest = [p for p in params if not is_dtensor(p)]
 
     def expect(self, *, is_last: bool) -> None:
         """Before the forward of a micro step: whether it is the last of its window."""
@@ -118,9 +118,8 @@ class FsdpReduction:
         """
         if not self._is_reduced:
             self._reduce_kept(what)
-        plain = [p for p in self._params if not is_dtensor(p)]
-        if plain:
-            average_gradients_(plain, self.ranks, what)
+        if self.rest:
+            average_gradients_(self.rest, self.ranks, what)
 
     def clear(self) -> None:
         """A new window, with nothing left of the last one."""

@@ -103,8 +103,9 @@ class MemoryLedger:
                 fp32 for 16-bit parameters, also in windows of one micro step; the buckets take the
                 place of gradients.
             shard_states: moments, masters and averages are shared among the ranks: ceil(numel /
-                world_size) elements of each parameter; a share of the sums comes on top. In truth shares are slices of the buckets, whose padding
-                comes on top: below 64 elements a parameter and 64 * world_size a bucket.
+                world_size) elements of each parameter. A share of the sums comes on top, and
+                padding, which is not counted: below 64 elements a parameter, 64 * world_size a
+                bucket.
             world_size: how many ranks there are; it counts with `shard_states` alone.
             activation_bytes: of the largest micro batch; see `estimate_activation_bytes` and
                 `ActivationFit`.

@@ -131,7 +131,7 @@ def _total_across(
         if _TINY < norm < math.inf or not across.max(float(_has_fp64(gradients))):
             return norm
     counted = [
-        grad if is_counted else None
+        grad if is_counted or grad is None or not _all_finite(grad) else None
         for grad, is_counted in zip(gradients.grads, across.counted, strict=True)
     ]
     return _scaled_norm(counted, norm_type, across)

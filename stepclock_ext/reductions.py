@@ -54,9 +54,11 @@ class Engine(Reduction, Protocol):
 
     Attributes:
         ranks: the processes that agree on windows.
+        rest: parameters that it does not know, whose gradients it averages when the ranks meet.
     """
 
     ranks: Ranks
+    rest: list[Tensor]
 
     @property
     def num_averaged(self) -> int:
