@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
+from .dtensors import is_dtensor, like_parameter
 from .optimizer import ClockedOptimizer
 
-__all__ = ["check_model", "check_optimizer", "name_parts", "to_plain"]
+__all__ = [
+    "bare_model",
+    "check_model",
+    "check_optimizer",
+    "name_parts",
+    "owner_of",
+    "spread_weights",
+    "to_plain",
+]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
@@ -50,6 +60,14 @@ def to_plain(value: Any, where: str) -> Any:
     )
 
 
+def bare_model(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside DDP, whose names are those of a single process."""
+    if isinstance(model, DistributedDataParallel):
+        found: torch.nn.Module = model.module
+        return found
+    return model
+
+
 def name_parts(model: torch.nn.Module, optimizer: ClockedOptimizer) -> dict[str, list[Any]]:
     """The inner optimizers' types, and the names of each group's parameters in order.
 
@@ -73,13 +91,39 @@ def name_parts(model: torch.nn.Module, optimizer: ClockedOptimizer) -> dict[str,
     }
 
 
-def check_model(path: Path, model: torch.nn.Module, saved: Mapping[str, Any]) -> None:
-    """Refuses the weights of another model.
+def owner_of(
+    weights: Mapping[str, Any], optimizer: ClockedOptimizer
+) -> Callable[[tuple[Any, ...]], Tensor | None]:
+    """Finds the weight or parameter here that a saved tensor belongs to, by the way to it.
+
+    States, masters and averages are kept by the number of their parameter.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def find(at: tuple[Any, ...]) -> Tensor | None:
+        if at[0] == "model":
+            found = weights.get(at[1])
+            return found if isinstance(found, Tensor) else None
+        row = next((part for part in at if type(part) is int), -1)
+        return params[row] if row in range(len(params)) else None
+
+    return find
+
+
+def spread_weights(here: Mapping[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """`saved` as the model here wants it: spread where its weights are, else as it is."""
+    for name, value in saved.items():
+        if is_dtensor(here[name]):
+            saved[name] = like_parameter(here[name], value)
+    return saved
+
+
+def check_model(path: Path, here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuses the weights of another model than that whose ``state_dict()`` is `here`.
 
     Raises:
         ValueError: names, shapes or dtypes differ.
     """
-    here = model.state_dict()
     faults = [f"{name} is missing in the file" for name in here.keys() - saved.keys()]
     faults += [f"{name} is in the file alone" for name in saved.keys() - here.keys()]
     for name in here.keys() & saved.keys():

@@ -54,6 +54,10 @@ def like_parameter(p: Tensor, value: Tensor) -> Tensor:
     spread: Any = p
     mesh, placements = spread.device_mesh, spread.placements
     if isinstance(value, DTensor):
+        if value.dtype == torch.int16 and tuple(value.placements) != tuple(placements):
+            sent: Any = value.to(torch.int32)  # collectives do not take remainders as they are
+            moved: Tensor = sent.redistribute(mesh, placements).to(torch.int16)
+            return moved
         return value.redistribute(mesh, placements)
     with torch.no_grad():
         if value.shape == local_part(p).shape:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +19,7 @@ from .reductions import Reduction
 if TYPE_CHECKING:
     from .optimizer import ClockedOptimizer
 
-__all__ = ["JointWindows", "Verdict"]
+__all__ = ["NUM_REPORTED", "JointWindows", "Verdict"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class _Report:
     is_complete: float
     num_rounds: float
 
+
+NUM_REPORTED = len(fields(_Report))
 
 # What must be the same on all ranks, and how a message calls it.
 _COMMON = {
@@ -97,6 +99,7 @@ class JointWindows:
         what = self.describe(opt, ended=ended and not asks)
         mine = self._report(opt, asks=asks, ended=ended)
         reports = [_Report(*told) for told in self.ranks.gather(astuple(mine), what)]
+        self._refuse_savers(reports, what)
         self._check_common(reports, _COMMON)
         if self.reduction.is_averaged and any(r.asks for r in reports):
             self._check_common(reports, {"num_rounds": "micro steps that are reduced"})
@@ -148,6 +151,15 @@ class JointWindows:
             is_complete=self.reduction.is_complete,
             num_rounds=self.reduction.num_rounds,
         )
+
+    def _refuse_savers(self, reports: list[_Report], what: str) -> None:
+        savers = [r for r, report in enumerate(reports) if report.update_step < 0]
+        if savers:
+            raise RuntimeError(
+                f"ClockedOptimizer: every rank must be at {what}, got rank "
+                f"{', '.join(map(str, savers))} saving or loading a checkpoint; call it on all of "
+                "them, not under 'if rank == 0'"
+            )
 
     def _check_common(self, reports: list[_Report], common: dict[str, str]) -> None:
         for name, called in common.items():

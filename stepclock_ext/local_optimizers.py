@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .dtensors import is_dtensor, like_parameter, local_gradient, local_part, owns_copy
+from .part_optimizers import copy_options, like_group, make_like
 from .update_rules import RULES
 
 __all__ = ["LocalOptimizers", "has_dtensors"]
@@ -72,9 +73,7 @@ class LocalOptimizers:
         for i, (inner, own) in enumerate(zip(self._inners, self.optimizers, strict=True)):
             if own is inner:
                 continue
-            inner._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
-            for group, ours in zip(inner.param_groups, own.param_groups, strict=True):
-                ours.update({key: value for key, value in group.items() if key not in _OWN_KEYS})
+            copy_options(inner, own)
             if not isinstance(own, _StepOfInner):
                 self._read_states(i, inner, own)
 
@@ -115,12 +114,8 @@ class LocalOptimizers:
     def _make(self, inner: Optimizer) -> Optimizer:
         if not has_dtensors([inner]):
             return inner
-        groups = [_like(group) for group in inner.param_groups]
-        if _steps_itself(inner):
-            return _StepOfInner(inner, groups)
-        kind: Any = type(inner)
-        own: Optimizer = kind(groups)
-        return own
+        groups = [like_group(g, map(local_part, g["params"])) for g in inner.param_groups]
+        return _StepOfInner(inner, groups) if _steps_itself(inner) else make_like(inner, groups)
 
     def _pairs(self, inner: Optimizer) -> Iterable[tuple[Tensor, Tensor]]:
         for group in inner.param_groups:
@@ -141,10 +136,6 @@ class LocalOptimizers:
         self._known[index] = now
 
 
-# What a group of local parts has for itself.
-_OWN_KEYS = ("params", "param_names")
-
-
 class _StepOfInner(Optimizer):
     """Local parts whose optimizer steps by itself, on the DTensors."""
 
@@ -163,11 +154,6 @@ def _steps_itself(inner: Optimizer) -> bool:
     """No fused rule runs: another kind of optimizer, step hooks, or a step that was replaced."""
     hooks = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
     return type(inner) not in RULES or bool(hooks)
-
-
-def _like(group: dict[str, Any]) -> dict[str, Any]:
-    options = {key: value for key, value in group.items() if key not in _OWN_KEYS}
-    return {**options, "params": [local_part(p) for p in group["params"]]}
 
 
 def _spread(p: Tensor, local: Tensor, key: str, value: Any) -> Any:

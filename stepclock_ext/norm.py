@@ -15,7 +15,15 @@ from .parameters import ParameterRows
 from .ranks import Ranks
 from .window_gradients import WindowGradients
 
-__all__ = ["Across", "Measurement", "Sums", "measure", "measure_on_device_", "nonfinite_rows"]
+__all__ = [
+    "Across",
+    "Measurement",
+    "ShareSlots",
+    "Sums",
+    "measure",
+    "measure_on_device_",
+    "nonfinite_rows",
+]
 
 
 class Sums(Protocol):
@@ -30,6 +38,22 @@ class Sums(Protocol):
     def unmeasured(self, gradients: WindowGradients) -> tuple[int, ...]:
         """Walked rows whose slots have to be written."""
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class ShareSlots:
+    """Chunk sums of slices, none of which is known before it is asked for.
+
+    Attributes:
+        rows: the slices.
+        slots: fp64.
+    """
+
+    rows: ParameterRows
+    slots: Tensor
+
+    def unmeasured(self, gradients: WindowGradients) -> tuple[int, ...]:
+        return gradients.walked
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -119,7 +120,8 @@ class Ranks:
         found: dict[int, str] = {}
         try:
             store = dist.distributed_c10d._get_default_store()
-            names = [f"stepclock/{self._control.group_name}/{r}" for r in range(self.size)]
+            run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives a run
+            names = [f"stepclock/{run}/{self._control.group_name}/{r}" for r in range(self.size)]
             store.set(names[self.rank], what)
             end = time.monotonic() + min(_ROLL_CALL_SECONDS, self.timeout.total_seconds())
             while len(found) < self.size and time.monotonic() < end:

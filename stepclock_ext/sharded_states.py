@@ -8,7 +8,6 @@ moves a parameter moves a slice. Rajbhandari et al. 2020.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -20,10 +19,11 @@ from . import ops
 from .bucket_reduction import BucketReduction
 from .collectives import all_gather_single
 from .parameters import ParameterRows
+from .part_optimizers import copy_options, like_group, make_like
 from .update_rules import RULES
 from .window_gradients import WindowGradients
 
-__all__ = ["ShardedStates", "ShareSlots", "refuse_unsharded"]
+__all__ = ["ShardedStates", "refuse_unsharded"]
 
 
 def refuse_unsharded(optimizers: Sequence[Optimizer]) -> None:
@@ -39,22 +39,6 @@ def refuse_unsharded(optimizers: Sequence[Optimizer]) -> None:
                 f"ClockedOptimizer: shard_states=True must go with {names}, got "
                 f"{type(inner).__name__}; use one of these, or leave it out"
             )
-
-
-@dataclass(frozen=True, eq=False)
-class ShareSlots:
-    """Chunk sums of slices, none of which is known before it is asked for.
-
-    Attributes:
-        rows: the slices.
-        slots: fp64.
-    """
-
-    rows: ParameterRows
-    slots: Tensor
-
-    def unmeasured(self, gradients: WindowGradients) -> tuple[int, ...]:
-        return gradients.walked
 
 
 class ShardedStates:
@@ -90,7 +74,7 @@ class ShardedStates:
         self.slices = [self._slice(row) for row in rows.every_row]
         of_row = iter(self.slices)
         self.optimizers = [
-            _new_optimizer(type(inner), [_like(group, of_row) for group in inner.param_groups])
+            make_like(inner, [_like(group, of_row) for group in inner.param_groups])
             for inner in inners
         ]
 
@@ -108,9 +92,7 @@ class ShardedStates:
                     "ClockedOptimizer: shard_states=True must go without step hooks, got some on "
                     f"{type(inner).__name__}; remove them, or leave shard_states out"
                 )
-            inner._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
-            for group, ours in zip(inner.param_groups, own.param_groups, strict=True):
-                ours.update({key: value for key, value in group.items() if key not in _OWN_KEYS})
+            copy_options(inner, own)
 
     def sums(self, present: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The reduced sums of the slices, where `present` has one of the whole row."""
@@ -294,23 +276,13 @@ class ShardedStates:
         return flat_view(self._rows.params[row].detach())[start:end]
 
 
-# What a group of slices has for itself.
-_OWN_KEYS = ("params", "param_names")
-
-
-def _new_optimizer(kind: Any, groups: list[dict[str, Any]]) -> Optimizer:
-    optimizer: Optimizer = kind(groups)
-    return optimizer
-
-
 def flat_view(tensor: Tensor) -> Tensor:
     """The elements of a dense tensor in the order of its memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _like(group: dict[str, Any], slices: Iterator[Tensor]) -> dict[str, Any]:
-    options = {key: value for key, value in group.items() if key not in _OWN_KEYS}
-    return {**options, "params": [next(slices) for _ in group["params"]]}
+    return like_group(group, [next(slices) for _ in group["params"]])
 
 
 def _is_whole(key: str, value: Any, p: Tensor) -> bool:

@@ -18,10 +18,10 @@ from .dtensors import like_parameter, local_part
 from .errors import NonFiniteGradientError
 from .local_optimizers import LocalOptimizers
 from .master_weights import MasterWeights
-from .norm import Across, Measurement, Sums, measure, measure_on_device_, nonfinite_rows
+from .norm import Across, Measurement, ShareSlots, Sums, measure, measure_on_device_, nonfinite_rows
 from .parameters import ParameterRows
 from .precision import Precision
-from .sharded_states import ShardedStates, ShareSlots
+from .sharded_states import ShardedStates
 from .updater import RulePlan, Updater
 from .window_gradients import WindowGradients
 

@@ -11,6 +11,7 @@ import typer
 
 from stepclock_ext import FenceReport, LRFence, TrainPlan
 from stepclock_ext.checkpoint import latest_checkpoint
+from stepclock_ext.checkpoint_files import is_folder
 from stepclock_ext.checkpoint_files import read as read_checkpoint
 from stepclock_ext.plan_files import read_yaml
 from stepclock_ext.remap import REMAPS
@@ -100,7 +101,7 @@ def _read_state(path: Path) -> Mapping[str, Any]:
     """
     file = path
     with reading("CHECKPOINT", path):
-        if path.is_dir():
+        if path.is_dir() and not is_folder(path):
             latest = latest_checkpoint(path)
             if latest is None:
                 raise CommandError(
