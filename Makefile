@@ -3,6 +3,7 @@
 # ARGS= goes to the command: make demo ARGS=--quick, make test ARGS="-k clock".
 
 PYTHON ?= python3
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -36,8 +37,10 @@ help:  ## this list
 demo: $(BUILT)  ## train a small GPT, beside the plain PyTorch loop
 	$(BIN)/stepclock demo $(ARGS)
 
+# Two workers, each with one thread: a second OpenMP team would wait spinning for the first. In the
+# order of the files: the long builds come early.
 test: $(BUILT)  ## the tests and the examples in docstrings
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(INSTALLED)  ## ruff, mypy and clang-format
 	$(BIN)/ruff check

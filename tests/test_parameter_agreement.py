@@ -194,7 +194,7 @@ def refused_beside(rank, case):
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        ("LBFGS", "process_group must be None with LBFGS, got a group"),
+        ("LBFGS", "process_group must be None with LBFGS, and model no DDP or FSDP2"),
         (
             "Adagrad",
             "must go with Adam, AdamW, SGD, got Adagrad; use one of these, or leave it out",
