@@ -50,7 +50,7 @@ stay inside, on NVLink at {NVLINK / 1e9:.0f} GB/s each. Bold shares: more is nee
 HOPS = f"""
 The same with hops of {HOP * 1e6:.0f} us, for ours in fp32, 7 B, 8 a node: a flat ring waits for all
 hops in every bucket, however small. Where N is large, buckets must grow, or the library take trees
-(2 log2 N hops; Sanders et al. 2009). Control messages, 128 bytes of each GPU, are included.
+(2 log2 N hops; Sanders et al. 2009). Control messages, 136 bytes of each GPU, are included.
 
 | GPUs | ms of hops a bucket | wire s without hops | 25 MiB: buckets | wire s \
 | 1 GiB: buckets | wire s |

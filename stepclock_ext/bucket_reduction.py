@@ -40,6 +40,7 @@ class BucketReduction:
 
     Attributes:
         is_averaged: False; what comes out is a sum.
+        overlaps: buckets go out during backward; False until their order is known.
         is_open: the backward that runs is the window's last: what arrives is reduced.
         shares: of the sums, one a bucket; empty where every rank gets all.
         num_collectives: launched so far; it only grows, as does `num_bytes` handed to them.
@@ -51,6 +52,7 @@ class BucketReduction:
     def __init__(self, buckets: Buckets, ranks: Ranks, *, scatters: bool = False) -> None:
         self.buckets = buckets
         self.ranks = ranks
+        self.overlaps = True
         self.is_open = False
         self.num_collectives = 0
         self.num_collectives_before = 0
@@ -74,7 +76,7 @@ class BucketReduction:
 
     def begin(self) -> None:
         """A backward begins in the window's last micro step; the first one is reduced."""
-        if not self._is_out:
+        if not self._is_out and self.overlaps:
             self._open()
 
     def takes(self, row: int, grad: Tensor) -> bool:
@@ -120,9 +122,8 @@ class BucketReduction:
     @property
     def is_complete(self) -> bool:
         """Every row got a gradient on this rank."""
-        if self._is_out:
-            return len(self._present) == len(self.buckets.slots)
-        return bool(self._source.sums.has_all())
+        present = len(self._present) if self._is_out else self._source.sums.num_sums
+        return bool(present == sum(p.requires_grad for p in self._source.params))
 
     def complete(self, num_rounds: int, what: str, *, is_complete: bool) -> None:
         """Runs the rounds that are left, and waits for all.
@@ -134,8 +135,9 @@ class BucketReduction:
             what: for the message when it fails.
             is_complete: every row got a gradient on every rank.
         """
-        self.begin()
-        self.end()
+        if not self._is_out:
+            self._open()
+            self.end()
         self._wait(what)
         if num_rounds > 1:
             self._run_second(what)
@@ -195,6 +197,8 @@ class BucketReduction:
                 self._present.add(row)
             else:  # its memory still holds an earlier window's
                 self.buckets.view(row).zero_()
+        if not any(self._source.params[row].requires_grad for row in bucket.rows):
+            return  # frozen, on every rank: the meeting sees to that
         launch, out = self._collective(index)
         work = self.ranks.call(launch, "a reduction")
         self._works.append((index, work, out))
@@ -202,7 +206,7 @@ class BucketReduction:
         self.num_bytes += bucket.flat.nbytes
 
     def _collective(self, index: int) -> tuple[Callable[[], Any], Tensor]:
-        flat, group = self.buckets.all[index].flat, self.ranks.group
+        flat, group = self.buckets.all[index].flat, self.ranks.sums
         if not self._scatters:
             return partial(dist.all_reduce, flat, group=group, async_op=True), flat
         out = torch.empty_like(self.shares[index]) if self._is_out else self.shares[index]

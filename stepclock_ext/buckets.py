@@ -43,13 +43,14 @@ class Bucket:
 
 
 class Buckets:
-    """The sums of all rows, from the last one to the first: so gradients tend to arrive.
+    """The sums of all rows, in the order in which their gradients arrive.
 
     Args:
         params: one a row.
         dtypes: of the sums; a complex one is two real numbers here.
         bucket_bytes: a bucket that has reached this is closed; the first one at 1 MiB already.
         num_ranks: each bucket is padded to equal shares of so many.
+        order: of the rows; without it, from the last to the first.
 
     Example:
         >>> params = [torch.zeros(3), torch.zeros(2, 2)]
@@ -67,7 +68,9 @@ class Buckets:
         *,
         bucket_bytes: int,
         num_ranks: int = 1,
+        order: Sequence[int] | None = None,
     ) -> None:
+        self._order = list(reversed(range(len(params)))) if order is None else list(order)
         self._params = params
         self._dtypes = list(dtypes)
         self.slots: list[Slot] = [Slot(0, 0, 0)] * len(params)
@@ -86,20 +89,20 @@ class Buckets:
         return sum(bucket.flat.nbytes for bucket in self.all)
 
     def _group(self, bucket_bytes: int) -> Iterable[tuple[int, ...]]:
-        """Rows of each bucket: alike in dtypes and device, closed when it is full."""
-        open_rows: dict[tuple[torch.dtype, torch.dtype, torch.device], list[int]] = {}
-        sizes: dict[tuple[torch.dtype, torch.dtype, torch.device], int] = {}
+        """Rows of each bucket: alike in dtypes, device and being trained; closed when full."""
+        open_rows: dict[tuple[torch.dtype, torch.dtype, torch.device, bool], list[int]] = {}
+        sizes: dict[tuple[torch.dtype, torch.dtype, torch.device, bool], int] = {}
         has_first = False
-        for row in reversed(range(len(self._params))):
+        for row in self._order:
             p = self._params[row]
-            key = (_real(self._dtypes[row]), p.dtype, p.device)
+            key = (_real(self._dtypes[row]), p.dtype, p.device, p.requires_grad)
             open_rows.setdefault(key, []).append(row)
             sizes[key] = sizes.get(key, 0) + self._num_real(row) * key[0].itemsize
             if sizes[key] >= (bucket_bytes if has_first else min(bucket_bytes, _FIRST_BYTES)):
                 has_first = True
                 yield tuple(open_rows.pop(key))
                 del sizes[key]
-        yield from map(tuple, open_rows.values())
+        yield from map(tuple, open_rows.values())  # among them, what is frozen
 
     def _allocate(self, rows: tuple[int, ...], index: int, align: int) -> Bucket:
         end = 0

@@ -46,8 +46,11 @@ class CaughtGradients:
         is_last: the micro step that runs is the window's last.
         sums: of the open window.
         reduction: as given.
+        params: one a row.
+        order: rows as their gradients first arrived.
         arrivals: gradients caught so far; it only grows.
         taken: a row whose gradient somebody's hook took before ours saw it.
+        is_disturbed: another wrapper has taken one of our hooks off.
     """
 
     def __init__(
@@ -66,8 +69,11 @@ class CaughtGradients:
             rows, slots, buffers, None if reduction is None else reduction.buckets
         )
         self.reduction = reduction
+        self.params = rows.params
+        self.order: dict[int, None] = {}
         self.arrivals = 0
         self.taken: int | None = None
+        self.is_disturbed = False
         self._all = rows
         self._in_micro_step: set[int] = set()
         self._waiting: dict[int, Tensor] = {}
@@ -80,6 +86,7 @@ class CaughtGradients:
 
     def watch(self) -> None:
         """Puts our hooks on the parameters, and takes off those of a wrapper before us."""
+        self.is_disturbed = False
         for row, p in enumerate(self._all.params):
             if row in self.rows:
                 self._watch(row)
@@ -87,7 +94,9 @@ class CaughtGradients:
                 remove_hooks(p, None)
 
     def is_watching(self) -> bool:
-        """Whether the first row's hook is still ours: another wrapper may have come since."""
+        """Whether our hooks are where they were: another wrapper may have come since."""
+        if self.is_disturbed:
+            return False
         for row in self.rows:
             return has_hook(self._all.params[row], self)
         return True
@@ -133,6 +142,7 @@ class CaughtGradients:
 
     def catch(self, row: int) -> None:
         """A gradient has arrived in ``.grad``; what the hooks call."""
+        self.order[row] = None
         if self._is_due(row):
             self._take(row)
 

@@ -94,7 +94,7 @@ class JointSteps:
         """On rank 0 what every rank has, in rank order; elsewhere a list of this rank's alone."""
         if self.ranks is None or self.size == 1:
             return [value]
-        group, found = self.ranks.group, [None] * self.size if self.rank == 0 else None
+        group, found = self.ranks.control, [None] * self.size if self.rank == 0 else None
         first = dist.get_global_rank(group, 0)
         self.ranks.call(lambda: dist.gather_object(value, found, dst=first, group=group), what)
         return [value] if found is None else found
@@ -119,7 +119,7 @@ class JointSteps:
         told: list[Any] = [None] * self.size
         ranks = self.ranks
         assert ranks is not None
-        ranks.call(lambda: dist.all_gather_object(told, mine, group=ranks.group), what)
+        ranks.call(lambda: dist.all_gather_object(told, mine, group=ranks.control), what)
         if error is not None:
             return error
         rank = failed.index(1.0)

@@ -35,11 +35,19 @@ class DdpReduction:
     """
 
     is_averaged = True
+    overlaps = True
 
     def __init__(self, ddp: Sequence[DistributedDataParallel], ranks: Ranks) -> None:
         self.ranks = ranks
         self._ddp = list(ddp)
-        self._known = {key for module in self._ddp for key in _reduced_by(module)}
+        known = [(module, _reduced_by(module)) for module in self._ddp]
+        self._known = {key for _, keys in known for key in keys}
+        self._strict = {
+            key
+            for module, keys in known
+            if not (module.find_unused_parameters or module.static_graph)
+            for key in keys
+        }
         self.rest: list[Tensor] = []
         self._is_last = False
         self._is_reduced = False
@@ -56,7 +64,9 @@ class DdpReduction:
         self.rest = [p for p in params if id(p) not in self._known]
         for handle in self._handles:
             handle.remove()
-        self._watched = {id(p): row for row, p in enumerate(params) if self._must_arrive(p)}
+        self._watched = {
+            id(p): row for row, p in enumerate(params) if p.requires_grad and id(p) in self._strict
+        }
         me = weakref.ref(self)
 
         def arrive(p: Tensor) -> None:
@@ -79,7 +89,8 @@ class DdpReduction:
             RuntimeError: DDP waits for a parameter that took no part.
         """
         self._needs_first.clear()
-        if not self._is_last:
+        # A no_sync() of the user's around the forward, or around the last step(), is followed.
+        if not self._is_last or not all(m.require_backward_grad_sync for m in self._ddp):
             return
         self._is_reduced = True
         missing = self._watched.keys() - self._arrived
@@ -138,10 +149,6 @@ class DdpReduction:
     def clear(self) -> None:
         """A new window."""
         self._is_reduced = False
-
-    def _must_arrive(self, p: Tensor) -> bool:
-        strict = [m for m in self._ddp if not (m.find_unused_parameters or m.static_graph)]
-        return p.requires_grad and any(id(p) in _reduced_by(module) for module in strict)
 
 
 def _reduced_by(module: DistributedDataParallel) -> set[int]:

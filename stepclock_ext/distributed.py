@@ -47,6 +47,7 @@ class Processes:
     Attributes:
         ranks: who they are.
         options: of our own reduction; None where an engine reduces.
+        bucket_order: rows as their gradients arrived on rank 0 in the first window; None before.
         engine: DDP or FSDP2.
         joint: their windows as one.
     """
@@ -58,6 +59,7 @@ class Processes:
         self.options = options
         self.engine = engine
         self.joint = JointWindows(ranks)
+        self.bucket_order: list[int] | None = None
         if engine is not None:
             self.joint.reduction = engine
 
@@ -93,6 +95,18 @@ class Processes:
     def place(self) -> list[int]:
         """Rank and size, for what only this process can load."""
         return [self.ranks.rank, self.ranks.size]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to add and to round as this one does."""
+        unit, order = self.joint.next_unit, self.bucket_order
+        return {"place": self.place, "unit": unit, "bucket_order": order}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Takes over what a run of several processes has saved."""
+        if state is not None:
+            self.joint.next_unit = float(state["unit"])
+            order = state["bucket_order"]
+            self.bucket_order = None if order is None else [int(row) for row in order]
 
     def watch(
         self, accumulator: Accumulator, groups: Iterable[dict[str, Any]], names: Sequence[str]
@@ -192,7 +206,8 @@ class Processes:
             ValueError: it is one.
         """
         size = data_parallel_size(self)
-        if plan is not None and plan.world_size != size:
+        is_known = self.engine is None or self.engine.num_averaged is not None
+        if plan is not None and is_known and plan.world_size != size:
             raise ValueError(
                 f"ClockedOptimizer: the plan's world_size must be the {size} processes that read "
                 f"different data, got {plan.world_size}; plan with world_size={size}"
@@ -203,14 +218,48 @@ class Processes:
         if self.options is None:
             return None
         scatters = self.options.shard_states
+        order = self.bucket_order
+        if order is not None and len(order) != len(rows.params):
+            order = self.bucket_order = None  # a group was added
         buckets = Buckets(
             rows.params,
             [rows.sum_dtype(row) for row in rows.every_row],
             bucket_bytes=self.options.bucket_bytes,
             num_ranks=self.ranks.size if scatters else 1,
+            order=order,
         )
-        self.joint.reduction = BucketReduction(buckets, self.ranks, scatters=scatters)
-        return self.joint.reduction
+        reduction = BucketReduction(buckets, self.ranks, scatters=scatters)
+        reduction.overlaps = order is not None
+        self.joint.reduction = reduction
+        return reduction
+
+    def learn_order(self, opt: ClockedOptimizer, what: str) -> None:
+        """At the end of the first window: lays the buckets out as gradients arrive.
+
+        Rows without a gradient come last. With shared states that were loaded, which are cut by
+        the buckets as they are, these stay.
+        """
+        if self.options is None or self.bucket_order is not None:
+            return
+        rows = opt._pass.rows
+        arrived = list(opt._pass.accumulator.caught.order)
+        seen = set(arrived)
+        order = arrived + [row for row in reversed(rows.every_row) if row not in seen]
+        as_it_is = list(reversed(rows.every_row))
+        if opt._pass.shards is not None and opt._pass.shards.has_states():
+            order = as_it_is
+        told = self.ranks.broadcast([len(arrived), *order], what)
+        if told[0] == 0:
+            return  # rank 0 had no items; the next window may tell
+        self.bucket_order = told[1:]
+        if self.bucket_order == as_it_is:
+            self.joint.reduction.overlaps = True
+            return
+        before = opt._pass.accumulator
+        norms = None if before.norms is None else before.norms.state_dict(before.grads())
+        opt._build_pass()
+        if opt._pass.accumulator.norms is not None:
+            opt._pass.accumulator.norms.load_state_dict(norms)
 
 
 def join_processes(
@@ -251,7 +300,8 @@ def data_parallel_size(processes: Processes | None) -> int:
     """How many processes read different data, as the plan counts them."""
     if processes is not None:
         engine = processes.engine
-        return processes.ranks.size if engine is None else engine.num_averaged
+        known = None if engine is None else engine.num_averaged
+        return processes.ranks.size if known is None else known
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return 1

@@ -43,6 +43,7 @@ class FsdpReduction:
     """
 
     is_averaged = True
+    overlaps = True
 
     def __init__(self, modules: Sequence[Any], ranks: Ranks) -> None:
         self.ranks = ranks
@@ -86,11 +87,11 @@ class FsdpReduction:
         return 0
 
     @property
-    def num_averaged(self) -> int:
+    def num_averaged(self) -> int | None:
         for state in map(_state_of, self._modules):
             for group in _groups_of(state):
                 return int(group.mesh_info.mesh.size())
-        return self.ranks.size
+        return None  # tensor parallelism alone, or a model that nobody named
 
     @property
     def reduces_now(self) -> bool:

@@ -11,6 +11,8 @@ __all__ = ["Catcher", "GradientHook", "has_hook", "remove_hooks"]
 
 
 class Catcher(Protocol):
+    is_disturbed: bool
+
     def catch(self, row: int) -> None:
         """Takes the row's gradient out of ``.grad``."""
         ...
@@ -22,6 +24,12 @@ class GradientHook:
     def __init__(self, owner: Catcher, row: int) -> None:
         self._owner = weakref.ref(owner)
         self._row = row
+
+    def leave(self) -> None:
+        """Tells the owner that its hook is taken off."""
+        owner = self._owner()
+        if owner is not None:
+            owner.is_disturbed = True
 
     def is_of(self, owner: Catcher) -> bool:
         """Whether it feeds that owner."""
@@ -45,5 +53,6 @@ def remove_hooks(p: Tensor, owner: Catcher | None) -> bool:
     ours = {key: hook for key, hook in hooks.items() if isinstance(hook, GradientHook)}
     kept = {key for key, hook in ours.items() if owner is not None and hook.is_of(owner)}
     for key in ours.keys() - kept:
+        ours[key].leave()
         del hooks[key]
     return bool(kept)

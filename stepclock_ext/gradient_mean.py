@@ -48,7 +48,7 @@ def _average_(params: list[Tensor], ranks: Ranks, what: str) -> None:
     grads = [_real(p.grad.detach()) for p in params if p.grad is not None]
     wide = torch.promote_types(grads[0].dtype, torch.float32)
     flat = torch.cat([grad.reshape(-1).to(wide) for grad in grads])
-    reduce: Callable[[], object] = partial(dist.all_reduce, flat, group=ranks.group)
+    reduce: Callable[[], object] = partial(dist.all_reduce, flat, group=ranks.sums)
     ranks.call(reduce, what)
     flat /= ranks.size
     start = 0

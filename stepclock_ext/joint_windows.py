@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import torch
 
@@ -34,6 +35,7 @@ class _Report:
     unit: float
     rates: float
     num_before: float
+    trained: float
     micro_step: float
     micro_steps: float
     weight: float
@@ -53,6 +55,7 @@ _COMMON = {
     "scale": "loss scale",
     "unit": "unit of weights",
     "rates": "sum of the groups' learning rates",
+    "trained": "set of trained parameters (requires_grad)",
     "num_before": "number of collectives before this window (discard() on one rank alone?)",
 }
 
@@ -105,6 +108,8 @@ class JointWindows:
             self._check_common(reports, {"num_rounds": "micro steps that are reduced"})
         verdict = Verdict(any(r.asks for r in reports), all(r.ended for r in reports))
         if verdict.updates:
+            assert opt._processes is not None
+            opt._processes.learn_order(opt, what)
             largest = max(r.weight / max(1.0, r.micro_steps) for r in reports)
             if largest > 0:
                 self.next_unit = 2.0 ** math.floor(math.log2(largest))
@@ -142,6 +147,7 @@ class JointWindows:
             unit=window.unit if window.seeded or not window.is_scaled else self.next_unit,
             rates=sum(opt._learning_rates()),
             num_before=self.reduction.num_collectives_before,
+            trained=_mark_trained(opt),
             micro_step=clock.micro_step,
             micro_steps=clock.micro_step_in_window,
             weight=window.weight,
@@ -184,6 +190,12 @@ class JointWindows:
         if opt.reduction == "sum":  # of a window; over ranks it is the mean, as of the gradient
             loss /= self.ranks.size
         window.loss_sum = torch.tensor(loss, dtype=torch.float64, device="cpu")
+
+
+def _mark_trained(opt: ClockedOptimizer) -> float:
+    """A number that says which parameters are trained."""
+    bits = bytes(p.requires_grad for p in opt._pass.rows.params)
+    return float(crc32(bits))
 
 
 def _sum(numbers: Iterable[float]) -> float:

@@ -169,9 +169,9 @@ class ClockedOptimizer(OptimizerFacade):
         self._build_pass()
         self._attach_first(list(schedulers))
         if self._processes is not None:
+            self._processes.check_options(wrapper_state.options(self))
             self._processes.check_plan(plan)
             self._processes.share_seed(self._companions)
-            self._processes.check_options(wrapper_state.options(self))
             self._processes.agree_on_parameters(self._pass.rows.params, self._pass.names)
         if ema is not None:
             ema.is_bound = True
@@ -244,6 +244,8 @@ class ClockedOptimizer(OptimizerFacade):
         if amount == 0:
             if self._engine is not None and needs_backward:
                 self._engine.backward_nothing(loss)
+            self._pass.accumulator.begin_backward()  # nothing comes, and goes out in its turn
+            self._pass.accumulator.end_backward()
             return
         if not window.seeded and window.is_scaled:
             if isinstance(self._settings.loss_scale, LossScale):
@@ -437,6 +439,9 @@ class ClockedOptimizer(OptimizerFacade):
         inner.add_param_group(param_group)
         self._schedulers.extend_to_group(inner.param_groups[-1])
         self._refresh_rows()
+        if self._processes is not None:
+            self._processes.check_options(wrapper_state.options(self))
+            self._processes.agree_on_parameters(self._pass.rows.params, self._pass.names)
 
     # Saving, loading, copying.
 
@@ -555,7 +560,8 @@ class ClockedOptimizer(OptimizerFacade):
         """The gradients of a micro step are in."""
         if self._engine is not None:
             self._engine.end_micro_step()
-        if self._locals is not None:
+        is_inner = self._num_open + 1 < self._settings.steps
+        if self._locals is not None and is_inner:  # of the last one when the ranks have met
             self._locals.bring_gradients()
         self._pass.accumulator.end_micro_step(self._window.micro_weight)
 
@@ -664,6 +670,12 @@ class ClockedOptimizer(OptimizerFacade):
                 "ClockedOptimizer.step: with a loss scale every micro step must call "
                 "opt.backward(loss), which seeds it, and this one did not (plain "
                 "loss.backward()?); for one without items pass weight=0"
+            )
+        if not self._pass.accumulator.caught.is_watching():
+            raise RuntimeError(
+                "ClockedOptimizer.step: where wrappers share a parameter every micro step must "
+                "call opt.backward(loss), got a plain one after another wrapper took our hooks "
+                "off; call opt.backward, or discard() first"
             )
         self._window.add_weight(1.0)
         self._window.loss_known = False

@@ -81,7 +81,7 @@ def broadcast_parameters(params: Sequence[Tensor], ranks: Ranks) -> None:
         data = p.detach()
         flat = torch.view_as_real(data) if data.is_complex() else data
         sent = flat.contiguous()
-        send = partial(dist.broadcast, sent, source, group=ranks.group)
+        send = partial(dist.broadcast, sent, source, group=ranks.sums)
         ranks.call(send, "the broadcast of parameters")
         if sent is not flat:
             flat.copy_(sent)
@@ -98,6 +98,8 @@ def hash_tensor(tensor: Tensor) -> int:
         (True, False)
     """
     flat = tensor.detach().contiguous().view(-1)
+    if flat.storage_offset() * flat.element_size() % 8:  # words begin where their size divides
+        flat = flat.clone()
     if not flat.numel():
         return 0
     words = flat.view(torch.uint8).view(-1)

@@ -26,18 +26,22 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own
 class Ranks:
     """The processes of a group, seen from one of them.
 
-    Numbers travel in a group of their own, so that they meet no collective of anybody else; on the
-    CPU where the group can, which waits for no device. Making it is collective.
+    Numbers and sums travel in groups of their own, with this timeout, so that they meet no
+    collective of anybody else; numbers over gloo, which waits for no device, and fails in words.
+    The wrappers of a process share them. Making the first is collective.
 
     Args:
         group: whose processes; None for all there are.
         timeout: what a missing process is waited for; None is the group's own.
 
     Attributes:
-        group: of the gradients.
+        group: as given.
+        control: for numbers and objects.
+        sums: for gradients and parameters.
         rank: of this process in the group.
         size: of the group.
         timeout: as in force.
+        where: says where the run stands, for messages.
     """
 
     def __init__(self, group: ProcessGroup | None, timeout: timedelta | None = None) -> None:
@@ -47,8 +51,9 @@ class Ranks:
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
         self.timeout = _timeout_of(self.group) if timeout is None else timeout
-        self._device = _device_of(self.group)
-        self._control = self._make_control()
+        self.control, self.sums = _own_groups(self.group, self.timeout)
+        self._device = _device_of(self.control)
+        self.where: Callable[[], str] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         """A copy of a wrapper talks to the same processes."""
@@ -72,14 +77,22 @@ class Ranks:
         """
         mine = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         heard = mine.new_empty(self.size * len(numbers))
-        self.call(lambda: all_gather_single(heard, mine, group=self._control), what)
+        self.call(lambda: all_gather_single(heard, mine, group=self.control), what)
         told: list[list[float]] = heard.view(self.size, -1).tolist()
+        return told
+
+    def broadcast(self, numbers: Sequence[int], what: str) -> list[int]:
+        """What rank 0 says. Errors as for `gather`."""
+        sent = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        first = dist.get_global_rank(self.group, 0)
+        self.call(lambda: dist.broadcast(sent, first, group=self.control), what)
+        told: list[int] = sent.tolist()
         return told
 
     def any(self, flags: Sequence[bool], what: str) -> list[bool]:
         """Which flags are set on any rank. Errors as for `gather`."""
         mine = torch.tensor(flags, dtype=torch.uint8, device=self._device)
-        self.call(lambda: dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._control), what)
+        self.call(lambda: dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.control), what)
         return [bool(flag) for flag in mine.tolist()]
 
     def call(self, collective: Callable[[], T], what: str) -> T:
@@ -96,6 +109,9 @@ class Ranks:
     def failure(self, what: str, error: BaseException) -> RuntimeError:
         """The error for a collective that did not succeed on this rank."""
         reason = str(error).strip().splitlines()[-1:] or ["no reason given"]
+        place = None if self.where is None else self.where()
+        if place is not None and place not in what:
+            what = f"{what} before {place}"
         return RuntimeError(
             f"ClockedOptimizer: all {self.size} ranks must reach {what} within "
             f"{self.timeout.total_seconds():g} s, got no answer on rank {self.rank}: "
@@ -121,7 +137,7 @@ class Ranks:
         try:
             store = dist.distributed_c10d._get_default_store()
             run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives a run
-            names = [f"stepclock/{run}/{self._control.group_name}/{r}" for r in range(self.size)]
+            names = [f"stepclock/{run}/{self.control.group_name}/{r}" for r in range(self.size)]
             store.set(names[self.rank], what)
             end = time.monotonic() + min(_ROLL_CALL_SECONDS, self.timeout.total_seconds())
             while len(found) < self.size and time.monotonic() < end:
@@ -133,17 +149,33 @@ class Ranks:
             return None
         return found
 
-    def _make_control(self) -> ProcessGroup:
-        members = dist.get_process_group_ranks(self.group)
-        backend = "gloo" if self._device.type == "cpu" else dist.get_backend(self.group)
-        control = dist.new_group(
-            members,
-            timeout=self.timeout,
-            backend=backend,
-            use_local_synchronization=len(members) < dist.get_world_size(),
+
+_made: dict[tuple[str, timedelta], tuple[ProcessGroup, ProcessGroup]] = {}
+
+
+def _own_groups(group: ProcessGroup, timeout: timedelta) -> tuple[ProcessGroup, ProcessGroup]:
+    """The groups for numbers and for sums, made once for a group and a timeout."""
+    alive = dist.distributed_c10d._world.pg_map
+    key = (group.group_name, timeout)
+    found = _made.get(key)
+    if found is None or any(own not in alive for own in found):
+        found = _made[key] = (
+            _new_group(group, timeout, "gloo" if dist.is_gloo_available() else None),
+            _new_group(group, timeout, None),
         )
-        assert isinstance(control, ProcessGroup)
-        return control
+    return found
+
+
+def _new_group(group: ProcessGroup, timeout: timedelta, backend: str | None) -> ProcessGroup:
+    members = dist.get_process_group_ranks(group)
+    made = dist.new_group(
+        members,
+        timeout=timeout,
+        backend=backend or str(dist.get_backend_config(group)),
+        use_local_synchronization=len(members) < dist.get_world_size(),
+    )
+    assert isinstance(made, ProcessGroup)
+    return made
 
 
 def _device_of(group: ProcessGroup) -> torch.device:

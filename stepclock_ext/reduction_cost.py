@@ -21,7 +21,7 @@ _ENGINES = {
 }
 _EVERY_MICRO_STEP = ("ddp_every_micro_step", "fsdp")
 _CONTROL_MESSAGES = {"all_reduce": 1, "reduce_scatter": 2}
-_CONTROL_BYTES = 16 * 8  # a rank's message: float64 numbers
+_CONTROL_BYTES = 17 * 8  # a rank's message: float64 numbers
 
 # Backward computes twice what forward does: 4 and 2 FLOPs a parameter and token (Kaplan et al.
 # 2020, "Scaling Laws for Neural Language Models", section 2.1).
@@ -135,9 +135,9 @@ class ReductionCost:
 
     @property
     def control_bytes(self) -> int:
-        """What a rank sends for the wrapper's own messages: (N - 1) times 128 bytes, each.
+        """What a rank sends for the wrapper's own messages: (N - 1) times 136 bytes, each.
 
-        At the end of a window 16 float64 numbers of each rank are gathered, with sharded states
+        At the end of a window 17 float64 numbers of each rank are gathered, with sharded states
         twice.
         """
         return self._num_messages * (self.world_size - 1) * _CONTROL_BYTES

@@ -17,10 +17,12 @@ class Reduction(Protocol):
 
     Attributes:
         is_averaged: what comes out is the mean over ranks; else the sum.
+        overlaps: it runs during backward.
         num_rounds: reductions of this window that have been launched on this rank.
     """
 
     is_averaged: bool
+    overlaps: bool
 
     @property
     def num_collectives_before(self) -> int:
@@ -61,8 +63,8 @@ class Engine(Reduction, Protocol):
     rest: list[Tensor]
 
     @property
-    def num_averaged(self) -> int:
-        """Processes that read different data, over which gradients are averaged."""
+    def num_averaged(self) -> int | None:
+        """Processes that read different data; None where that is not known."""
         ...
 
     @property

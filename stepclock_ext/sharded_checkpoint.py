@@ -168,7 +168,7 @@ def _save_tensors(
     writer = FileSystemWriter(temporary)
     try:
         metadata = ranks.call(
-            lambda: save(dict(spread), storage_writer=writer, process_group=ranks.group),
+            lambda: save(dict(spread), storage_writer=writer, process_group=ranks.control),
             f"the saving of {path.name}",
         )
     except CheckpointException as e:

@@ -78,6 +78,10 @@ class ShardedStates:
             for inner in inners
         ]
 
+    def has_states(self) -> bool:
+        """Whether an optimizer has begun, or has loaded what another had."""
+        return any(own.state for own in self.optimizers)
+
     def follow(self) -> None:
         """Takes over what schedulers and users have set in the groups.
 
@@ -231,7 +235,8 @@ class ShardedStates:
             if isinstance(value, Tensor) and value.shape == self.slices[row].shape and value.dim()
         }
         whole = self.gather([alike.get(row) for row in self._rows.every_row])
-        return {row: whole[row] if row in alike else value for row, value in values.items()}
+        copies = {row: v.clone() if isinstance(v, Tensor) else v for row, v in values.items()}
+        return {row: whole[row] if row in alike else copy for row, copy in copies.items()}
 
     def _send(self, index: int, slices: Sequence[Tensor | None], flat: Tensor) -> Any:
         """Begins to gather a bucket's slices into `flat`; the work, and `flat`."""
@@ -244,7 +249,7 @@ class ShardedStates:
                 first = self._reduction.buckets.slots[row].offset + start - share.start
                 mine[first : first + end - start] = ops.real_view(part.detach()).reshape(-1)
         sent = all_gather_single(  # as bytes: no backend sends every dtype
-            flat.view(torch.uint8), mine.view(torch.uint8), group=ranks.group, async_op=True
+            flat.view(torch.uint8), mine.view(torch.uint8), group=ranks.sums, async_op=True
         )
         return sent, flat
 

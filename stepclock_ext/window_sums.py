@@ -68,6 +68,11 @@ class WindowSums:
             self._complete = sums
         return self._complete
 
+    @property
+    def num_sums(self) -> int:
+        """Rows that have one."""
+        return len(self._sums)
+
     def has_all(self) -> bool:
         """Whether every row has a sum."""
         return len(self._sums) == len(self._rows.params)

@@ -49,7 +49,14 @@ def save(opt: ClockedOptimizer) -> dict[str, Any]:
 
 def options(opt: ClockedOptimizer) -> dict[str, Any]:
     """What a wrapper was constructed with, by the names of its arguments."""
+    groups = [
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for group in opt._groups
+    ]
     return {
+        "optimizer": ([type(inner).__name__ for inner in opt.optimizers], groups),
+        "schedulers": [type(scheduler).__name__ for scheduler in opt._schedulers.schedulers],
+        "backend": opt._backend.name,
         "gradient_accumulation_steps": opt.gradient_accumulation_steps,
         "max_grad_norm": opt._clip.max_grad_norm,
         "norm_type": opt._clip.norm_type,
@@ -76,7 +83,7 @@ def _save_own(opt: ClockedOptimizer) -> dict[str, Any]:
             row: grad.detach().clone() for row, grad in opt._pass.accumulator.held().items()
         },
         "loss_scale": scale.state_dict() if isinstance(scale, LossScale) else scale,
-        "rank": None if opt._processes is None else opt._processes.place,
+        "processes": None if opt._processes is None else opt._processes.state_dict(),
         "consecutive_skips": opt._settings.consecutive_skips,
         "schedulers": opt._schedulers.state_dict(),
         **companion_state.save(opt),
@@ -118,6 +125,8 @@ def load(
         first_row += rows
     opt.clock.rewind_window()
     opt._start_window()
+    if opt._processes is not None and own is not None:
+        opt._processes.load_state_dict(state["stepclock"].get("processes"))
     opt._build_pass()  # lets go of the state tensors that were replaced
     if opt._pass.shards is not None:
         opt._pass.shards.load()
@@ -186,10 +195,11 @@ def _read_loss_scale(opt: ClockedOptimizer, saved: Any) -> LossScale | float | N
 def _read_accumulators(opt: ClockedOptimizer, own: dict[str, Any]) -> dict[int, Tensor]:
     saved, params, accumulators = own["accumulators"], opt._pass.rows.params, {}
     here = None if opt._processes is None else opt._processes.place
-    if saved and own.get("rank") != here:
+    place = (own.get("processes") or {}).get("place")
+    if saved and place != here:
         raise ValueError(
             f"{_WHERE}: the state must hold the open window of this process, rank and world size "
-            f"{here}, got that of {own.get('rank')}; save after an update, or every rank its own"
+            f"{here}, got that of {place}; save after an update, or every rank its own"
         )
     for row, grad in saved.items():
         if row not in range(len(params)):

@@ -210,7 +210,7 @@ def test_latency_counts_each_hop_of_each_bucket_and_of_the_control_messages(engi
 @pytest.mark.parametrize(("engine", "messages"), [*zip(ENGINES, (1, 2, 0, 0, 0), strict=True)])
 def test_control_messages_are_12_numbers_of_8_bytes_to_each_other_rank(engine, messages):
     paper = cost(engine=engine, world_size=1024)
-    assert paper.control_bytes == messages * 1023 * 128
+    assert paper.control_bytes == messages * 1023 * 136
     seconds = paper.wire_seconds(**LINE)
     assert seconds == pytest.approx((paper.wire_bytes + paper.control_bytes) / 1e9, rel=1e-12)
 
