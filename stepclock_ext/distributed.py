@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import math
 import re
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from .accumulator import Accumulator
 from .bucket_reduction import BucketReduction
 from .buckets import Buckets
-from .companions import ParameterCompanions
 from .ddp_reduction import DdpReduction
 from .fsdp_reduction import FsdpReduction, fsdp_modules
 from .joint_windows import JointWindows
 from .local_optimizers import has_dtensors
 from .noise_scale import NoiseSample
 from .norm import Across
-from .parameter_agreement import broadcast_parameters, check_parameters, check_shapes
 from .parameters import ParameterRows
-from .plan import TrainPlan
 from .ranks import Ranks
 from .reducer_options import ReducerOptions, check_process_group
 from .reductions import Engine
@@ -133,23 +128,6 @@ class Processes:
         if isinstance(error, RuntimeError) and _is_collective(error):
             raise self.ranks.failure(self.joint.describe(opt), error) from error
 
-    def agree_on_parameters(self, params: Sequence[Tensor], names: Sequence[str]) -> None:
-        """Sees to it that every rank begins alike; an engine does that for what it knows.
-
-        Raises:
-            ValueError: a parameter differs, and is not to be broadcast.
-        """
-        if self.engine is not None:
-            rest = set(self.engine.rest)
-            names = [name for p, name in zip(params, names, strict=True) if p in rest]
-            params = [p for p in params if p in rest]
-        if not params:
-            return
-        check_shapes(params, names, self.ranks)
-        if self.options is not None and self.options.broadcast_parameters:
-            broadcast_parameters(params, self.ranks)
-        check_parameters(params, names, self.ranks)
-
     def across(self, opt: ClockedOptimizer) -> Across | None:
         """How the norm is taken across ranks; None where each of them holds every gradient."""
         if opt._locals is not None:
@@ -168,50 +146,6 @@ class Processes:
         if mine is None or math.isnan(squares):
             return None
         return replace(mine, weighted_squares=squares, num_micro=int(num_micro))
-
-    def check_options(self, options: Mapping[str, Any]) -> None:
-        """Sees to it that every rank was given the same.
-
-        Raises:
-            ValueError: an option differs, on every rank.
-        """
-        marks = [float(zlib.crc32(repr(value).encode())) for value in options.values()]
-        told = self.ranks.gather(marks, "the comparison of options")
-        for name, numbers in zip(options, zip(*told, strict=True), strict=True):
-            if len(set(numbers)) > 1:
-                others = [r for r, number in enumerate(numbers) if number != numbers[0]]
-                raise ValueError(
-                    f"ClockedOptimizer: {name} must be the same on all ranks, got "
-                    f"{options[name]!r} on rank {self.ranks.rank}, and ranks {others} have others "
-                    "than rank 0; construct every rank's wrapper alike"
-                )
-
-    def share_seed(self, companions: ParameterCompanions) -> None:
-        """Equal copies of a parameter are rounded alike: by the seed of rank 0.
-
-        Shares are not equal copies: each rank rounds its own by a seed of its own.
-        """
-        if companions.rounding_seed is None:
-            return
-        halves = [companions.rounding_seed >> 32, companions.rounding_seed & 0xFFFFFFFF]
-        high, low = self.ranks.gather([float(half) for half in halves], "the shared seed")[0]
-        is_shared_out = self.options is not None and self.options.shard_states
-        seed = (int(high) << 32) + int(low) + (self.ranks.rank if is_shared_out else 0)
-        companions.rounding_seed = seed & (2**64 - 1)
-
-    def check_plan(self, plan: TrainPlan | None) -> None:
-        """Refuses a plan for another number of processes.
-
-        Raises:
-            ValueError: it is one.
-        """
-        size = data_parallel_size(self)
-        is_known = self.engine is None or self.engine.num_averaged is not None
-        if plan is not None and is_known and plan.world_size != size:
-            raise ValueError(
-                f"ClockedOptimizer: the plan's world_size must be the {size} processes that read "
-                f"different data, got {plan.world_size}; plan with world_size={size}"
-            )
 
     def make_reduction(self, rows: ParameterRows) -> BucketReduction | None:
         """Our own reduction of these rows, which takes the place of an earlier one."""
@@ -246,7 +180,9 @@ class Processes:
         seen = set(arrived)
         order = arrived + [row for row in reversed(rows.every_row) if row not in seen]
         as_it_is = list(reversed(rows.every_row))
-        if opt._pass.shards is not None and opt._pass.shards.has_states():
+        if opt._pass.shards is not None and (
+            opt._pass.shards.has_states() or opt.clock.update_step
+        ):
             order = as_it_is
         told = self.ranks.broadcast([len(arrived), *order], what)
         if told[0] == 0:
@@ -311,7 +247,7 @@ def _find_engine(model: torch.nn.Module | None, optimizers: Sequence[Optimizer])
     """Who reduces the gradients of this model inside backward.
 
     Raises:
-        TypeError: it is wrapped in an engine that is not supported.
+        TypeError, ValueError: it is wrapped in an engine that is not supported.
     """
     if not dist.is_available() or not dist.is_initialized():
         return None
@@ -323,6 +259,11 @@ def _find_engine(model: torch.nn.Module | None, optimizers: Sequence[Optimizer])
                 "FullyShardedDataParallel; use torch.distributed.fsdp.fully_shard"
             )
     ddp = [module for module in modules if isinstance(module, DistributedDataParallel)]
+    if any(module.process_group is not ddp[0].process_group for module in ddp):
+        raise ValueError(
+            "ClockedOptimizer: every DDP module of the model must have the same process group, got "
+            "several; give each group a wrapper of its own"
+        )
     if ddp:
         return DdpReduction(ddp, Ranks(ddp[0].process_group))
     sharded = fsdp_modules(model)

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from . import arguments, closure_step, ops, plan_binding, wrapper_state
+from . import arguments, closure_step, first_agreement, ops, plan_binding, wrapper_state
 from .clock import StepClock
 from .companions import ParameterCompanions, new_rounding_seed
-from .distributed import join_processes
+from .distributed import Processes, join_processes
 from .eager import run_eagerly
 from .ema import EMA
 from .facade import OptimizerFacade
@@ -169,10 +169,10 @@ class ClockedOptimizer(OptimizerFacade):
         self._build_pass()
         self._attach_first(list(schedulers))
         if self._processes is not None:
-            self._processes.check_options(wrapper_state.options(self))
-            self._processes.check_plan(plan)
-            self._processes.share_seed(self._companions)
-            self._processes.agree_on_parameters(self._pass.rows.params, self._pass.names)
+            first_agreement.check_options(self._processes.ranks, wrapper_state.options(self))
+            first_agreement.check_plan(self._processes, plan)
+            first_agreement.share_seed(self._processes, self._companions)
+            self._agree_on_parameters(self._processes)
         if ema is not None:
             ema.is_bound = True
 
@@ -440,8 +440,8 @@ class ClockedOptimizer(OptimizerFacade):
         self._schedulers.extend_to_group(inner.param_groups[-1])
         self._refresh_rows()
         if self._processes is not None:
-            self._processes.check_options(wrapper_state.options(self))
-            self._processes.agree_on_parameters(self._pass.rows.params, self._pass.names)
+            first_agreement.check_options(self._processes.ranks, wrapper_state.options(self))
+            self._agree_on_parameters(self._processes)
 
     # Saving, loading, copying.
 
@@ -649,6 +649,10 @@ class ClockedOptimizer(OptimizerFacade):
                 "ClockedOptimizer: with shard_states=True the parameter groups must stay as they "
                 "are, got others; build another wrapper, and load this one's state_dict()"
             )
+
+    def _agree_on_parameters(self, processes: Processes) -> None:
+        params, names = self._pass.rows.params, self._pass.names
+        first_agreement.agree_on_parameters(processes, params, names)
 
     def _is_current(self) -> bool:
         if self._locals is None:
