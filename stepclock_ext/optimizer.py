@@ -169,10 +169,7 @@ class ClockedOptimizer(OptimizerFacade):
         self._build_pass()
         self._attach_first(list(schedulers))
         if self._processes is not None:
-            first_agreement.check_options(self._processes.ranks, wrapper_state.options(self))
-            first_agreement.check_plan(self._processes, plan)
-            first_agreement.share_seed(self._processes, self._companions)
-            self._agree_on_parameters(self._processes)
+            self._agree(self._processes)
         if ema is not None:
             ema.is_bound = True
 
@@ -440,8 +437,7 @@ class ClockedOptimizer(OptimizerFacade):
         self._schedulers.extend_to_group(inner.param_groups[-1])
         self._refresh_rows()
         if self._processes is not None:
-            first_agreement.check_options(self._processes.ranks, wrapper_state.options(self))
-            self._agree_on_parameters(self._processes)
+            self._agree(self._processes)
 
     # Saving, loading, copying.
 
@@ -650,7 +646,11 @@ class ClockedOptimizer(OptimizerFacade):
                 "are, got others; build another wrapper, and load this one's state_dict()"
             )
 
-    def _agree_on_parameters(self, processes: Processes) -> None:
+    def _agree(self, processes: Processes) -> None:
+        """Sees to it that every rank has such a wrapper, with these parameters."""
+        first_agreement.check_options(processes.ranks, wrapper_state.options(self))
+        first_agreement.check_plan(processes, self._own_plan)
+        first_agreement.share_seed(processes, self._companions)
         params, names = self._pass.rows.params, self._pass.names
         first_agreement.agree_on_parameters(processes, params, names)
 

@@ -50,7 +50,7 @@ def save(opt: ClockedOptimizer) -> dict[str, Any]:
 def options(opt: ClockedOptimizer) -> dict[str, Any]:
     """What a wrapper was constructed with, by the names of its arguments."""
     groups = [
-        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        {key: _plain(value) for key, value in group.items() if key not in _OF_PARAMETERS}
         for group in opt._groups
     ]
     return {
@@ -71,6 +71,18 @@ def options(opt: ClockedOptimizer) -> dict[str, Any]:
         "tail": opt.tail,
         "process_group": None if opt._processes is None else opt._processes.shared_options,
     }
+
+
+_OF_PARAMETERS = ("params", "param_names")
+
+
+def _plain(value: Any) -> Any:
+    """An option of a group as it reads on every rank: of an object, its type."""
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value)
 
 
 def _save_own(opt: ClockedOptimizer) -> dict[str, Any]:
