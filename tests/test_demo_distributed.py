@@ -149,7 +149,7 @@ def torchrun(folder, *options):
         text=True,
         encoding="utf-8",
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=120,
+        timeout=300,
     )
     wrote = {
         (int(path.parent.name), path.stem): path.read_text(encoding="utf-8")
