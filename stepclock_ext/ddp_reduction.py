@@ -13,11 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from .gradient_mean import average_gradients_
 from .parameters import register_hook
 from .ranks import Ranks
+from .reductions import Engine
 
 __all__ = ["DdpReduction"]
 
 
-class DdpReduction:
+class DdpReduction(Engine):
     """DDP's own reducer, told when to work, and what it leaves out.
 
     A window that ends early (a tail) was not reduced by DDP: its gradients are averaged here, past
@@ -29,16 +30,10 @@ class DdpReduction:
         ddp: the model, or the parts of it that are wrapped.
         ranks: the processes of DDP.
 
-    Attributes:
-        is_averaged: True; DDP takes the mean over ranks.
-        rest: parameters of the wrapper that DDP does not reduce.
     """
 
-    is_averaged = True
-    overlaps = True
-
     def __init__(self, ddp: Sequence[DistributedDataParallel], ranks: Ranks) -> None:
-        self.ranks = ranks
+        super().__init__(ranks)
         self._ddp = list(ddp)
         known = [(module, _reduced_by(module)) for module in self._ddp]
         self._known = {key for _, keys in known for key in keys}
@@ -48,9 +43,7 @@ class DdpReduction:
             if not (module.find_unused_parameters or module.static_graph)
             for key in keys
         }
-        self.rest: list[Tensor] = []
         self._is_last = False
-        self._is_reduced = False
         self._needs_first = {id(m) for m in self._ddp if m.static_graph}
         self._params: list[Tensor] = []
         self._names: Sequence[str] = ()
@@ -113,11 +106,6 @@ class DdpReduction:
                 _end_first_backward(module)
 
     @property
-    def num_collectives_before(self) -> int:
-        """The engine counts its own."""
-        return 0
-
-    @property
     def num_averaged(self) -> int:
         return self.ranks.size
 
@@ -130,15 +118,6 @@ class DdpReduction:
     def hides_gradients(self) -> bool:
         """Gradients of an open window lie in ``.grad``."""
         return False
-
-    @property
-    def num_rounds(self) -> int:
-        return int(self._is_reduced)
-
-    @property
-    def is_complete(self) -> bool:
-        """DDP has seen to parameters without a gradient."""
-        return True
 
     def complete(self, num_rounds: int, what: str, *, is_complete: bool) -> None:
         """Averages what DDP has not."""

@@ -175,8 +175,8 @@ class Processes:
         """
         if self.options is None or self.bucket_order is not None:
             return
-        rows = opt._pass.rows
-        arrived = list(opt._pass.accumulator.caught.order)
+        rows, before = opt._pass.rows, opt._pass.accumulator
+        arrived = list(before.caught.order)
         seen = set(arrived)
         order = arrived + [row for row in reversed(rows.every_row) if row not in seen]
         as_it_is = list(reversed(rows.every_row))
@@ -189,9 +189,9 @@ class Processes:
             return  # rank 0 had no items; the next window may tell
         self.bucket_order = told[1:]
         if self.bucket_order == as_it_is:
-            self.joint.reduction.overlaps = True
+            assert before.reduction is not None
+            before.reduction.overlaps = True
             return
-        before = opt._pass.accumulator
         norms = None if before.norms is None else before.norms.state_dict(before.grads())
         opt._build_pass()
         if opt._pass.accumulator.norms is not None:

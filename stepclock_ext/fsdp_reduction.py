@@ -16,6 +16,7 @@ from torch import Tensor
 from .dtensors import is_dtensor
 from .gradient_mean import average_gradients_
 from .ranks import Ranks
+from .reductions import Engine
 
 __all__ = ["FsdpReduction", "fsdp_modules"]
 
@@ -27,7 +28,7 @@ def fsdp_modules(model: torch.nn.Module | None) -> list[Any]:
     return [m for m in model.modules() if hasattr(m, "set_requires_gradient_sync")]
 
 
-class FsdpReduction:
+class FsdpReduction(Engine):
     """FSDP2's own reduction, told when to work, and what it leaves out.
 
     Parameters that are no DTensors are averaged by us at the end of a window.
@@ -37,21 +38,14 @@ class FsdpReduction:
             micro step is reduced.
         ranks: the processes.
 
-    Attributes:
-        is_averaged: True; FSDP2 takes the mean over ranks.
-        rest: parameters of the wrapper that are no DTensors.
     """
 
-    is_averaged = True
-    overlaps = True
-
     def __init__(self, modules: Sequence[Any], ranks: Ranks) -> None:
-        self.ranks = ranks
+        super().__init__(ranks)
         self._modules = list(modules)
         self._is_last: bool | None = None
         self._is_reduced = not modules
         self._has_run = False
-        self.rest: list[Tensor] = []
 
     def bind(self, params: Sequence[Tensor], names: Sequence[str]) -> None:
         """The parameters of the wrapper, one a row."""
@@ -82,11 +76,6 @@ class FsdpReduction:
         torch.autograd.backward(loss, torch.zeros_like(loss))
 
     @property
-    def num_collectives_before(self) -> int:
-        """The engine counts its own."""
-        return 0
-
-    @property
     def num_averaged(self) -> int | None:
         for state in map(_state_of, self._modules):
             for group in _groups_of(state):
@@ -101,15 +90,6 @@ class FsdpReduction:
     @property
     def hides_gradients(self) -> bool:
         return self._has_run and not self._is_reduced
-
-    @property
-    def num_rounds(self) -> int:
-        return int(self._is_reduced)
-
-    @property
-    def is_complete(self) -> bool:
-        """FSDP2 wants the same parameters used on every rank."""
-        return True
 
     def complete(self, num_rounds: int, what: str, *, is_complete: bool) -> None:
         """Reduces what FSDP2 has kept, and averages what it does not know.

@@ -41,7 +41,6 @@ class Ranks:
         rank: of this process in the group.
         size: of the group.
         timeout: as in force.
-        where: says where the run stands, for messages.
     """
 
     def __init__(self, group: ProcessGroup | None, timeout: timedelta | None = None) -> None:
@@ -53,7 +52,6 @@ class Ranks:
         self.timeout = _timeout_of(self.group) if timeout is None else timeout
         self.control, self.sums = _own_groups(self.group, self.timeout)
         self._device = _device_of(self.control)
-        self.where: Callable[[], str] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         """A copy of a wrapper talks to the same processes."""
@@ -109,9 +107,6 @@ class Ranks:
     def failure(self, what: str, error: BaseException) -> RuntimeError:
         """The error for a collective that did not succeed on this rank."""
         reason = str(error).strip().splitlines()[-1:] or ["no reason given"]
-        place = None if self.where is None else self.where()
-        if place is not None and place not in what:
-            what = f"{what} before {place}"
         return RuntimeError(
             f"ClockedOptimizer: all {self.size} ranks must reach {what} within "
             f"{self.timeout.total_seconds():g} s, got no answer on rank {self.rank}: "

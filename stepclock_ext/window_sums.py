@@ -61,7 +61,7 @@ class WindowSums:
 
     def all(self) -> list[Tensor] | None:
         """The sums of all rows, if every one is here and dense; the same list while it can be."""
-        if not self.has_all() or self._has_sparse:
+        if self.num_sums < len(self._rows.params) or self._has_sparse:
             return None
         sums = [self._sums[row] for row in self._rows.every_row]
         if len(sums) != len(self._complete) or not all(map(is_, sums, self._complete)):
@@ -72,10 +72,6 @@ class WindowSums:
     def num_sums(self) -> int:
         """Rows that have one."""
         return len(self._sums)
-
-    def has_all(self) -> bool:
-        """Whether every row has a sum."""
-        return len(self._sums) == len(self._rows.params)
 
     def count(self, row: int) -> int:
         """Gradients that the row's sum is made of, as far as they came one by one."""
