@@ -8,6 +8,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from helpers import parameter
+from slope_scripts import m, run_script
 from tolerance import assert_all_bit_equal
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -44,32 +45,13 @@ def clocked(net, params=None, lr=1.0, **options):
     return ClockedOptimizer(inner, model=net, **options)
 
 
-def m(weight, a, b=0):
-    """A forward and backward of these slopes; without a weight a plain one."""
-    return weight, a, b
-
-
-def run_micro_step(opt, net, weight, a, b):
-    loss = net(a, b)
-    if weight is None:
-        loss.backward()
-    else:
-        opt.backward(loss, weight=weight)
-
-
 def play(rank, scripts, kinds, options):
     """Where a script's micro steps, flushes and ends of epochs move two parameters."""
     told = []
     for kind in kinds:
         net = DDP(Slopes(), bucket_cap_mb=TINY, **kind)
         opt = clocked(net, **options)
-        for event in scripts[rank % 2]:
-            if isinstance(event, str):
-                getattr(opt, event)()
-                continue
-            for one in event if isinstance(event, list) else [event]:
-                run_micro_step(opt, net, *one)
-            opt.step()
+        run_script(opt, net, scripts[rank % 2])
         told.append((*net.module.moved(), opt.clock.update_step, opt.clock.skipped_updates))
     return told
 

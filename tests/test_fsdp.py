@@ -7,6 +7,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from helpers import parameter
+from slope_scripts import m, run_script
 from tolerance import assert_all_bit_equal, assert_close
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -75,19 +76,6 @@ def clocked(net, lr=1.0, **options):
     return ClockedOptimizer(torch.optim.SGD(net.parameters(), lr=lr), model=net, **options)
 
 
-def m(weight, a, b=0):
-    """A forward and backward of these slopes; without a weight a plain one."""
-    return weight, a, b
-
-
-def run_micro_step(opt, net, weight, a, b):
-    loss = net(a, b)
-    if weight is None:
-        loss.backward()
-    else:
-        opt.backward(loss, weight=weight)
-
-
 def play(rank, scripts, kinds, options):
     """Where a script's micro steps, flushes and ends of epochs move two parameters."""
     told = []
@@ -95,13 +83,7 @@ def play(rank, scripts, kinds, options):
     for kind in kinds:
         net = shard_slopes(kind)
         opt = clocked(net, **options)
-        for event in scripts[rank % 2]:
-            if isinstance(event, str):
-                getattr(opt, event)()
-                continue
-            for one in event if isinstance(event, list) else [event]:
-                run_micro_step(opt, net, *one)
-            opt.step()
+        run_script(opt, net, scripts[rank % 2])
         told.append((*net.moved(), opt.clock.update_step, opt.clock.skipped_updates))
     return told
 
